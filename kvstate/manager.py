@@ -1,0 +1,445 @@
+"""KVManager: one lock around a State, an outbox, and the verbs over a Backend."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kvstate import invariants, view
+from kvstate.backend import Backend, Cancelled, Failed, Landed, Transport
+from kvstate.errors import LockHeld, Poisoned, Refused, SubmitError
+from kvstate.ops import FetchBegin, FetchEnd, Op, Plan, StepBegin, StepEnd
+from kvstate.ordering import Clock
+from kvstate.refusals import ManagerClosed, ManagerPoisoned, Refusal
+from kvstate.state import Claim, Fetch, Lease, OffloadClaim, ReloadClaim, State
+from kvstate.trace import Event
+from kvstate.transitions import lifecycle, offload, reload, retrieve, step
+from kvstate.transitions.lifecycle import Emptied, Ingested
+from kvstate.transitions.offload import Abandoned, Offloaded
+from kvstate.transitions.reload import Reloaded
+from kvstate.transitions.retrieve import Readiness, Retrieval, Snapshot
+from kvstate.transitions.step import Aborted, Committed
+from kvstate.types import Geometry, Publication, RequestConfig, Step
+from kvstate.view import StateView
+
+T = TypeVar("T")
+
+
+class Launch:
+    """``with manager.launch(plan):`` the model runs inside; an exception aborts the lease at exit.
+
+    Raises
+    ------
+    Refused
+        On entry, when the plan is stale or an older step on one of its streams was not launched.
+    SubmitError
+        On entry, when the copies of a pre-fork could not be submitted; the lease is aborted.
+    """
+
+    __slots__ = ("_manager", "plan")
+
+    def __init__(self, manager: KVManager, plan: Plan) -> None:
+        self._manager = manager
+        self.plan = plan
+
+    def __enter__(self) -> Plan:
+        begun = self._manager.launch_enter(self.plan)
+        if isinstance(begun, Refusal):
+            raise Refused(begun)
+        lease = self.plan.lease
+        if lease.failure is not None:
+            self._manager.abort(lease)
+            self._manager.launch_exit(lease)
+            raise SubmitError(lease.failure)
+        return self.plan
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._manager.abort(self.plan.lease)
+        self._manager.launch_exit(self.plan.lease)
+
+
+class KVManager:
+    """A paged KV cache driven by several threads.
+
+    Parameters
+    ----------
+    geometry
+        Sizes; see Geometry.
+    backend
+        Does the copies; see kvstate.backend.
+    transport
+        Does the fetches of `claim_retrieve`; without one, nothing can be retrieved.
+    address
+        What other managers use to reach this one.
+    rank, world_size
+        Of this worker in its tensor-parallel group.
+    debug
+        Check every promise after every transition. None takes the environment variable ``KVSTATE_DEBUG``.
+    trace
+        A list that gets one Event per critical section; None costs nothing.
+    clock
+        Seconds, for the age of claims.
+
+    Notes
+    -----
+    Every verb returns its outcome or a Refusal. Blocking verbs raise LockHeld when the calling thread holds a lock of the
+    manager.
+    """
+
+    # The one state lock. It guards the State and all that hangs from it (streams, rows, leases, claims, arenas, outbox)
+    # and nothing else: under it there is no device, no waiting, no logging, no callback and no user code. It is
+    # re-entrant because transitions compose (clear removes, aborts and abandons) and a caller may group verbs under it.
+    # Copies run outside: an op is taken from the outbox and submitted under the submission lock, which is always taken
+    # first (submission → state), so ops reach the backend in the order of their numbers.
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        backend: Backend,
+        *,
+        transport: Transport | None = None,
+        address: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        debug: bool | None = None,
+        trace: list[Event] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock = threading.RLock()
+        self._submission = threading.RLock()
+        self.geometry = geometry
+        self.backend = backend
+        self.transport = transport
+        self.address = address if address is not None else geometry.name
+        self._state = State(geometry, self.address, rank, world_size)
+        self._clock = clock
+        self._trace = trace
+        self._debug = bool(int(os.environ.get("KVSTATE_DEBUG", "0") or "0")) if debug is None else debug
+        self._before: StateView | None = view.view(self._state) if self._debug else None
+        self._watched = self._debug or trace is not None
+        self._dead: Refusal | None = None
+
+    # -- the critical section
+
+    def _locked(self, verb: str, transition: Callable[..., T], *args: Any) -> T | Refusal:
+        """Run one transition under the lock, then hand what it emitted to the backend."""
+        with self._lock:
+            if self._dead is not None:
+                return self._dead
+            result = transition(self._state, *args)
+            if self._watched:
+                self._watch(verb, args, result)
+            emitted = bool(self._state.outbox)
+        if emitted:
+            self._drain()
+        return result
+
+    def _watch(self, verb: str, args: tuple[Any, ...], result: Any) -> None:
+        if self._trace is not None:
+            self._trace.append(Event(verb, args, result))
+        if self._debug:
+            now = view.view(self._state)
+            invariants.check(now, self._before, verb)
+            self._before = now
+
+    def _drain(self) -> None:
+        """Submit the outbox in number order. When it returns, everything emitted before the call was submitted."""
+        with self._submission:
+            while True:
+                with self._lock:
+                    ops = self._state.outbox
+                    self._state.outbox = []
+                if not ops:
+                    return
+                for op in ops:
+                    self._submit(op)
+
+    def _submit(self, op: Op) -> None:
+        if self._dead is not None and not isinstance(self._dead, ManagerClosed):
+            return
+        try:
+            self.backend.submit(op)
+            if isinstance(op, FetchBegin):
+                if self.transport is None:
+                    raise SubmitError("this manager has no transport")
+                self.transport.start(op)
+        except SubmitError as error:
+            if isinstance(op, (StepEnd, FetchEnd)):
+                self._poison(error)
+            if not isinstance(op, FetchBegin):
+                self.backend.skip(op)
+            with self._lock:
+                self._fail(op, str(error))
+        except Exception as error:
+            self._poison(error)
+
+    def _fail(self, op: Op, error: str) -> None:
+        lifecycle.op_failed(self._state, op, error)
+        if self._watched:
+            self._watch("op_failed", (op, error), None)
+
+    def _poison(self, error: BaseException) -> None:
+        with self._lock:
+            self._dead = ManagerPoisoned(error=f"{type(error).__name__}: {error}")
+        raise Poisoned(f"the device failed after a submit: {error}; its memory is unknown, build a new manager") from error
+
+    def _unlocked(self) -> None:
+        for lock in (self._lock, self._submission):
+            if lock._is_owned():  # type: ignore[attr-defined]
+                raise LockHeld("a blocking verb was called under a lock of the manager; release it first")
+
+    # -- requests
+
+    def ingest(self, request: str, config: RequestConfig | None = None) -> Ingested | Refusal:
+        """Make a request live, or join the live one. Refused: ConfigConflict."""
+        return self._locked("ingest", lifecycle.ingest, request, config)
+
+    def reset(self, request: str, free: bool = True) -> Emptied | Refusal:
+        """Erase a request's content; ``free=False`` keeps the pages that nobody else owns. Refused: UnknownRequest."""
+        done = self._locked("reset", lifecycle.reset, request, free)
+        self.poll()
+        return done
+
+    def remove(self, request: str) -> Emptied | Refusal:
+        """End a request, in whatever it is doing. Refused: UnknownRequest."""
+        done = self._locked("remove", lifecycle.remove, request)
+        self.poll()
+        return done
+
+    # -- steps
+
+    def admit(self, step_: Step) -> Lease | Refusal:
+        """Reserve everything a step needs, or refuse and hold nothing."""
+        admitted = self._locked("admit", step.admit, step_)
+        if isinstance(admitted, Refusal) and self.poll():
+            admitted = self._locked("admit", step.admit, step_)
+        return admitted
+
+    def plan(self, lease: Lease) -> Plan | Refusal:
+        """Fix the views and addresses of an admitted step. Refused: StalePlan, once per change."""
+        return self._locked("plan", step.plan, lease)
+
+    def launch(self, plan: Plan) -> Launch:
+        """Return the context in which the model runs."""
+        return Launch(self, plan)
+
+    def launch_enter(self, plan: Plan) -> StepBegin | Refusal:
+        """Enter a launch; see `launch`."""
+        return self._locked("launch_enter", step.launch_enter, plan)
+
+    def launch_exit(self, lease: Lease) -> StepEnd | Aborted | Refusal:
+        """Leave a launch: the step takes its number and its event is recorded, in that order."""
+        return self._locked("launch_exit", step.launch_exit, lease)
+
+    def commit(self, lease: Lease, accepted: Sequence[int] | None = None) -> Committed | Refusal:
+        """Commit a launched step; `accepted` per segment when not everything counts."""
+        return self._locked("commit", step.commit, lease, accepted)
+
+    def abort(self, lease: Lease) -> Aborted | Refusal:
+        """Give back what a lease reserved. Refused: LeaseEnded."""
+        return self._locked("abort", step.abort, lease)
+
+    # -- offload and reload
+
+    def claim_offload(self, request: str, discard_in_flight: bool = False) -> OffloadClaim | Refusal:
+        """Claim a request for offload; its copy has been submitted when this returns. End it by commit or abandon."""
+        self.poll()
+        return self._locked("claim_offload", offload.claim_offload, request, discard_in_flight, self._clock())
+
+    def claim_reload(self, request: str, extra: Step | None = None) -> ReloadClaim | Refusal:
+        """Claim a request for reload with room for its next step; its copy has been submitted when this returns."""
+        self.poll()
+        return self._locked("claim_reload", reload.claim_reload, request, extra, self._clock())
+
+    def commit_claim(self, claim: OffloadClaim | ReloadClaim) -> Offloaded | Reloaded | Abandoned | Refusal:
+        """Commit a claim. Refused: CopyFailed, ClaimEnded."""
+        if isinstance(claim, OffloadClaim):
+            return self._locked("commit_offload", offload.commit_offload, claim)
+        return self._locked("commit_reload", reload.commit_reload, claim)
+
+    def abandon(self, claim: OffloadClaim | ReloadClaim) -> Abandoned | Refusal:
+        """Give up a claim: everything is as before it. Refused: ClaimEnded."""
+        if isinstance(claim, OffloadClaim):
+            return self._locked("abandon_offload", offload.abandon_offload, claim)
+        return self._locked("abandon_reload", reload.abandon_reload, claim)
+
+    def offload(self, request: str, discard_in_flight: bool = False) -> Offloaded | Abandoned | Refusal:
+        """Offload a request: claim, copy, commit. Whatever fails, the claim has ended when this returns."""
+        self._unlocked()
+        claim = self.claim_offload(request, discard_in_flight)
+        return claim if isinstance(claim, Refusal) else self._finish(claim)
+
+    def reload(self, request: str, extra: Step | None = None) -> Reloaded | Abandoned | Refusal:
+        """Reload a request: claim, copy, commit. Whatever fails, the claim has ended when this returns."""
+        self._unlocked()
+        claim = self.claim_reload(request, extra)
+        return claim if isinstance(claim, Refusal) else self._finish(claim)
+
+    def _finish(self, claim: OffloadClaim | ReloadClaim) -> Any:
+        try:
+            return self.commit_claim(claim)
+        finally:
+            if claim.open:
+                self.abandon(claim)
+
+    def reclaimable(self, request: str) -> int:
+        """Return the device pages that an offload of `request` would free now."""
+        self.poll()
+        with self._lock:
+            return offload.reclaimable(self._state, request)
+
+    def offload_order(self) -> tuple[str, ...]:
+        """Return the requests that an offload would gain from: higher `offload_priority` first, then the newest."""
+        self.poll()
+        with self._lock:
+            ranked = sorted(
+                self._state.requests.values(), key=lambda r: (-r.config.offload_priority, -r.incarnation)
+            )
+            return tuple(r.id for r in ranked if offload.reclaimable(self._state, r.id))
+
+    # -- publish and retrieve
+
+    def publish(self, request: str) -> Publication | None:
+        """Say what other workers may read of `request`: bytes that the host has seen complete. None when it is unknown."""
+        self._unlocked()
+        self.poll()
+        noted = self.snapshot(request)
+        if noted is None:
+            return None
+        self.backend.wait(noted.after)
+        return self.publish_noted(noted)
+
+    def snapshot(self, request: str) -> Snapshot | None:
+        """Note what `request` could publish, and what the host must see complete first."""
+        with self._lock:
+            return retrieve.snapshot(self._state, request)
+
+    def publish_noted(self, noted: Snapshot) -> Publication | None:
+        """Publish a snapshot whose `after` the host has seen complete."""
+        published = self._locked("publish", retrieve.publish, noted)
+        return published if isinstance(published, Publication) else None
+
+    def claim_retrieve(
+        self, request: str, publication: Publication | None, labels: Sequence[str] | None = None
+    ) -> Retrieval | Refusal:
+        """Start fetching what `publication` has beyond this request's own tokens; see `readiness`."""
+        self.poll()
+        return self._locked(
+            "claim_retrieve", retrieve.claim_retrieve, request, publication,
+            None if labels is None else tuple(labels), self._clock(),
+        )  # fmt: skip
+
+    def readiness(self, request: str, labels: Sequence[str] | None = None) -> Readiness | Refusal:
+        """Say whether the needed labels are ready, pending or failed."""
+        self.poll()
+        with self._lock:
+            return retrieve.readiness(self._state, request, labels)
+
+    def cancel_retrieve(self, request: str) -> tuple[Fetch, ...] | Refusal:
+        """Ask the transport to cancel a request's fetches; each is pending until the cancel is confirmed."""
+        asked = self._locked("cancel_retrieve", retrieve.cancel_retrieve, request)
+        self.poll()
+        return asked
+
+    def epoch_holds(self, incarnation: int, label: str, epoch: int) -> bool:
+        """Tell whether what was published as (incarnation, epoch) still holds; a reader asks after its copy."""
+        with self._lock:
+            return retrieve.epoch_holds(self._state, incarnation, label, epoch)
+
+    def poll(self) -> int:
+        """Take note of fetches that ended, tell the transport of cancels; return how many ended.
+
+        Every verb that a scheduler may stand still on calls this.
+        """
+        if self.transport is None:
+            return 0
+        with self._lock:
+            told = [
+                claim
+                for claim in self._state.claims.values()
+                if isinstance(claim, Fetch) and claim.cancel_requested and not claim.cancel_told
+            ]
+            for fetch in told:
+                fetch.cancel_told = True
+        for fetch in told:
+            self.transport.cancel(fetch)
+        ended = self.transport.poll()
+        for fetch, outcome in ended:
+            if isinstance(outcome, Landed):
+                self._locked("landed", retrieve.landed, fetch)
+            elif isinstance(outcome, Failed):
+                self._locked("failed", retrieve.failed, fetch, outcome.error)
+            elif isinstance(outcome, Cancelled):
+                self._locked("cancelled", retrieve.cancelled, fetch)
+        return len(ended)
+
+    # -- the whole
+
+    def claims(self, older_than_s: float = 0.0) -> tuple[Claim, ...]:
+        """Return the open claims and fetches that are at least `older_than_s` seconds old, oldest first."""
+        now = self._clock()
+        with self._lock:
+            return tuple(c for c in self._state.claims.values() if now - c.opened_s >= older_than_s)
+
+    def pages_free(self) -> dict[str, tuple[int, ...]]:
+        """Return the free pages per tier and group."""
+        with self._lock:
+            return {
+                arena.tier.value: tuple(len(pool.free) for pool in arena.pools)
+                for arena in (self._state.device, self._state.host)
+            }
+
+    def view(self) -> StateView:
+        """Return everything the manager knows, as one value."""
+        with self._lock:
+            return view.view(self._state)
+
+    def completed(self) -> Clock:
+        """Return what the host has seen complete."""
+        return self.backend.completed()
+
+    @property
+    def supports_offload(self) -> bool:
+        """True when there is a host pool."""
+        return self.geometry.host_pages > 0
+
+    def clear(self) -> None:
+        """End every request, lease and claim. What a running launch or fetch holds returns when it ends."""
+        self._locked("clear", lifecycle.clear)
+        self.poll()
+
+    def close(self) -> None:
+        """Clear, then refuse everything and release the backend. A second call changes nothing."""
+        self._unlocked()
+        with self._lock:
+            if isinstance(self._dead, ManagerClosed):
+                return
+        self.clear()
+        with self._lock:
+            self._dead = ManagerClosed()
+        self.backend.close()
+
+
+def admit_all(wanted: Sequence[tuple[KVManager, Step]]) -> tuple[Lease, ...] | Refusal:
+    """Admit one step on each of several managers (self and cross attention), on all or on none.
+
+    Returns
+    -------
+    The leases in the order given, or the first refusal; then the leases already admitted were aborted.
+    """
+    leases: list[tuple[KVManager, Lease]] = []
+    for manager, wanted_step in wanted:
+        lease = manager.admit(wanted_step)
+        if isinstance(lease, Refusal):
+            for other, admitted in reversed(leases):
+                other.abort(admitted)
+            return lease
+        leases.append((manager, lease))
+    return tuple(lease for _, lease in leases)

@@ -1,0 +1,244 @@
+"""Refusals: why a transition did not happen, as values.
+
+A refused transition leaves the view of the state as it was. Every refusal names the request and the label it is about
+and says, in `kind`, when trying again can help.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+import attrs
+
+
+class Kind(enum.Enum):
+    """When to try again."""
+
+    AFTER_EVICTION = "retry after pages were freed"
+    AFTER_RELOAD = "retry after the request was reloaded"
+    WHEN_LANDED = "retry when the fetch has ended"
+    AFTER_LEASE = "retry after the open step has ended"
+    AFTER_CLAIM = "retry after the claim has ended"
+    AFTER_PLAN = "plan again, or abort"
+    TERMINAL = "do not retry"
+
+
+@attrs.frozen(kw_only=True)
+class Refusal:
+    """Base: the request and label refused (empty when the refusal is about no request)."""
+
+    kind: ClassVar[Kind] = Kind.TERMINAL
+    request: str = ""
+    label: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Say in words what stood in the way."""
+        return (type(self).__doc__ or "").splitlines()[0].rstrip(".")
+
+    def __str__(self) -> str:
+        who = "/".join(part for part in (self.request, self.label) if part)
+        return f"{type(self).__name__}{f' ({who})' if who else ''}: {self.reason}; {self.kind.value}"
+
+
+@attrs.frozen(kw_only=True)
+class UnknownRequest(Refusal):
+    """No request of that id is ingested; ingest it first."""
+
+
+@attrs.frozen(kw_only=True)
+class ConfigConflict(Refusal):
+    """The request is live with another config."""
+
+
+@attrs.frozen(kw_only=True)
+class PagesExhausted(Refusal):
+    """Too few device pages are free: `short` = pages wanted − available, whole step, per group."""
+
+    kind = Kind.AFTER_EVICTION
+    short: tuple[int, ...]
+
+    @property
+    def reason(self) -> str:
+        return f"{', '.join(map(str, self.short))} device pages short"
+
+
+@attrs.frozen(kw_only=True)
+class HostExhausted(Refusal):
+    """Too few host pages are free: `short` per group."""
+
+    kind = Kind.AFTER_EVICTION
+    short: tuple[int, ...]
+
+    @property
+    def reason(self) -> str:
+        return f"{', '.join(map(str, self.short))} host pages short"
+
+
+@attrs.frozen(kw_only=True)
+class TooLarge(Refusal):
+    """What this request asks for can never fit: `wanted` pages, no sharing counted, of `capacity`."""
+
+    wanted: int
+    capacity: int
+
+    @property
+    def reason(self) -> str:
+        return f"it asks for {self.wanted} pages (no sharing counted) and the pool has {self.capacity}"
+
+
+@attrs.frozen(kw_only=True)
+class NoHostPool(Refusal):
+    """There is no host pool (host_pages is 0)."""
+
+
+@attrs.frozen(kw_only=True)
+class StreamNotOnDevice(Refusal):
+    """The request is `residency`, not on the device."""
+
+    kind = Kind.AFTER_RELOAD
+    residency: str
+
+    @property
+    def reason(self) -> str:
+        return f"the request is {self.residency}"
+
+
+@attrs.frozen(kw_only=True)
+class NotOnHost(Refusal):
+    """There is nothing to reload: the request is `residency`."""
+
+    kind = Kind.AFTER_CLAIM
+    residency: str
+
+    @property
+    def reason(self) -> str:
+        return f"nothing to reload, the request is {self.residency}"
+
+
+@attrs.frozen(kw_only=True)
+class StreamBusy(Refusal):
+    """An open step names a stream of this request."""
+
+    kind = Kind.AFTER_LEASE
+
+
+@attrs.frozen(kw_only=True)
+class ForkPending(Refusal):
+    """The stream is the target of a post-fork that has not been committed."""
+
+    kind = Kind.AFTER_LEASE
+
+
+@attrs.frozen(kw_only=True)
+class FetchPending(Refusal):
+    """A fetch into this stream has not ended."""
+
+    kind = Kind.WHEN_LANDED
+
+
+@attrs.frozen(kw_only=True)
+class FetchFailed(Refusal):
+    """A fetch into this stream failed; reset the request to clear it."""
+
+    error: str
+
+    @property
+    def reason(self) -> str:
+        return f"a fetch into it failed ({self.error}); reset the request to clear it"
+
+
+@attrs.frozen(kw_only=True)
+class OnRemoteHost(Refusal):
+    """The publisher has offloaded this stream: nothing to read until it reloads and publishes again."""
+
+    kind = Kind.AFTER_RELOAD
+
+
+@attrs.frozen(kw_only=True)
+class WorldSizeMismatch(Refusal):
+    """The publication comes from `published` ranks, this worker has `expected`."""
+
+    published: int
+    expected: int
+
+    @property
+    def reason(self) -> str:
+        return f"the publication comes from {self.published} ranks, this worker has {self.expected}"
+
+
+@attrs.frozen(kw_only=True)
+class LayoutMismatch(Refusal):
+    """The publication does not continue what this stream stores: other page size, or other tokens left its front."""
+
+
+@attrs.frozen(kw_only=True)
+class StalePlan(Refusal):
+    """Segments of the plan will not count: `void` are their places. Planning again sends them to the sink."""
+
+    kind = Kind.AFTER_PLAN
+    void: tuple[int, ...] = ()
+    ended: bool = False
+
+    @property
+    def reason(self) -> str:
+        if self.ended:
+            return "the lease has ended, or a newer plan replaced this one"
+        return f"segments {', '.join(map(str, self.void))} are void; planning again sends them to the sink"
+
+
+@attrs.frozen(kw_only=True)
+class NotLaunched(Refusal):
+    """The step's launch has not exited; commit follows launch."""
+
+    kind = Kind.AFTER_LEASE
+
+
+@attrs.frozen(kw_only=True)
+class AlreadyLaunched(Refusal):
+    """The step was launched; a lease is launched once."""
+
+
+@attrs.frozen(kw_only=True)
+class OutOfOrder(Refusal):
+    """An older lease on the same stream comes first."""
+
+    kind = Kind.AFTER_LEASE
+
+
+@attrs.frozen(kw_only=True)
+class LeaseEnded(Refusal):
+    """The lease was committed or aborted before; it ends once."""
+
+
+@attrs.frozen(kw_only=True)
+class ClaimEnded(Refusal):
+    """The claim or fetch was ended before; it ends once."""
+
+
+@attrs.frozen(kw_only=True)
+class CopyFailed(Refusal):
+    """The copy of this claim failed at submit; abandon it."""
+
+    error: str
+
+    @property
+    def reason(self) -> str:
+        return f"its copy failed at submit ({self.error}); abandon the claim"
+
+
+@attrs.frozen(kw_only=True)
+class ManagerPoisoned(Refusal):
+    """The device failed after a submit; nothing is accepted any more."""
+
+    error: str
+
+    @property
+    def reason(self) -> str:
+        return f"the device failed after a submit ({self.error}); build a new manager"
+
+
+@attrs.frozen(kw_only=True)
+class ManagerClosed(Refusal):
+    """The manager is closed."""

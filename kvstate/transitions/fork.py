@@ -1,0 +1,57 @@
+"""Post-forks: what a commit shares and copies. (Pre-forks are shared when their step is admitted, see reserve.)"""
+
+from __future__ import annotations
+
+from kvstate.ops import ForkCopy
+from kvstate.ordering import NOTHING, Queue, at, elsewhere, merge
+from kvstate.state import Fork, Lease, OnDevice, Pages, State, Table
+from kvstate.transitions.leaving import content_pages, leave
+
+
+def apply_post_forks(state: State, lease: Lease, forks: list[Fork]) -> None:
+    """Give each target what its source stores now; copy partly filled last pages in one op."""
+    size = state.page_size
+    copies: list[list[tuple[int, int, int]]] = [[] for _ in state.device.pools]
+    roots: list[dict[int, int]] = [{} for _ in state.device.pools]
+    after = NOTHING
+    leaving: list[tuple[Fork, Pages]] = []
+    for fork in forks:
+        source, target = fork.source.stream, fork.target.stream
+        tail = source.length % size
+        tables: list[Table] = []
+        old_pages: list[list[int]] = []
+        for group, pool in enumerate(state.device.pools):
+            source_table, table = source.residency.tables[group], target.residency.tables[group]
+            shared = source_table.part(0, source.length // size)
+            pool.share(shared)
+            old, surplus = (
+                table.part(0, content_pages(state, target)),
+                table.part(content_pages(state, target), table.count),
+            )
+            granted = fork.target.tails[group]
+            pages = list(shared)
+            if tail:
+                page = granted.pop() if granted else surplus.pop(0)
+                after = merge(after, pool.fences[page])
+                source_page = roots[group].get(source_table[source.length // size], source_table[source.length // size])
+                roots[group][page] = source_page
+                copies[group].append((source_page, page, tail))
+                pages.append(page)
+            pages.extend(surplus)
+            tables.append(Table(pages, len(pages)))
+            old_pages.append(old)
+        after = merge(after, source.written)
+        leaving.append((fork, tuple(old_pages)))
+        target.residency = OnDevice(tuple(tables), state.room(target, source.length, target.retention))
+        target.length, target.released = source.length, source.released
+        target.written = merge(target.written, source.written)
+        target.generation += 1
+        target.epoch += 1
+    if any(copies):
+        op = ForkCopy(state.number(), elsewhere(after, Queue.COMPUTE), lease, tuple(copies))
+        state.outbox.append(op)
+        for fork in forks:
+            fork.source.stream.used = merge(fork.source.stream.used, at(Queue.COMPUTE, op.number))
+            fork.target.stream.written = merge(fork.target.stream.written, at(Queue.COMPUTE, op.number))
+    for fork, old in leaving:
+        leave(state, fork.target.stream, old)

@@ -1,0 +1,193 @@
+"""Lifecycle: ingest, reset, remove, clear."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvstate.ops import Op
+from kvstate.ordering import merge
+from kvstate.refusals import ConfigConflict, Refusal
+from kvstate.state import (
+    GONE,
+    Fetch,
+    FetchFailed,
+    Fetching,
+    OffloadClaim,
+    OnDevice,
+    OnHost,
+    ReloadClaim,
+    Request,
+    State,
+    Stream,
+    Table,
+    Tables,
+)
+from kvstate.transitions.claim import known
+from kvstate.transitions.leaving import content_pages, forget, leave, void_from
+from kvstate.transitions.offload import abandon_offload
+from kvstate.transitions.reload import abandon_reload
+from kvstate.transitions.retrieve import failed
+from kvstate.transitions.step import abort
+from kvstate.types import MAIN, RequestConfig
+
+
+@attrs.frozen
+class Ingested:
+    """A live request; `joined` when it was there already."""
+
+    request: str
+    incarnation: int
+    joined: bool
+
+
+@attrs.frozen
+class Emptied:
+    """A request that was reset or removed: device pages that became free now, and those it kept."""
+
+    request: str
+    pages_released: int
+    pages_kept: int
+
+
+def ingest(state: State, request: str, config: RequestConfig | None = None) -> Ingested | Refusal:
+    """Ingest a request: a new incarnation with the stream "main", or join the live one.
+
+    — → OnDevice
+    """
+    # Guard.
+    found = state.requests.get(request)
+    if found is not None:
+        if config is not None and config != found.config:
+            return ConfigConflict(request=request)
+        return Ingested(request, found.incarnation, True)
+    if not isinstance(request, str) or not request:
+        raise ValueError(f"a request id is a non-empty string, got {request!r}")
+    # Effect.
+    made = Request(request, state.serial(), config if config is not None else RequestConfig())
+    main = Stream(made, MAIN, len(state.device.pools))
+    main.opened = True
+    made.streams[MAIN] = main
+    state.requests[request] = made
+    state.incarnations[made.incarnation] = made
+    state.topology += 1
+    return Ingested(request, made.incarnation, False)
+
+
+def _empty(state: State, stream: Stream, keep: bool) -> tuple[int, int]:
+    """Take everything away from a stream; return device pages that became free, and those kept as surplus."""
+    residency = stream.residency
+    if stream.rows:
+        void_from(stream, 0)
+    stream.pending_fork = None
+    stream.epoch += 1
+    stream.generation += 1
+    device: Tables = ()
+    if isinstance(residency, OnDevice):
+        device = residency.tables
+    elif isinstance(residency, (Fetching, FetchFailed)):
+        device = residency.device
+        if isinstance(residency, Fetching):
+            residency.fetch.cancel_requested = True
+    elif isinstance(residency, OnHost):
+        state.host.drop(residency.host, merge(residency.written, residency.used))
+    content = content_pages(state, stream)
+    uses = merge(stream.used, stream.written)
+    kept: list[list[int]] = [[] for _ in state.device.pools]
+    gone: list[list[int]] = [[] for _ in state.device.pools]
+    for group, (pool, table) in enumerate(zip(state.device.pools, device, strict=False)):
+        for place, page in enumerate(table):
+            if not keep or pool.owners[page] != 1:
+                gone[group].append(page)
+                continue
+            # Kept is dropped and granted anew: what used the page goes into its fence.
+            if place < content:
+                pool.fences[page] = merge(pool.fences[page], uses)
+            pool.sealed[page] = 0
+            kept[group].append(page)
+    stream.length = stream.released = 0
+    stream.residency = OnDevice(tuple(Table(pages, len(pages)) for pages in kept), 0)
+    return leave(state, stream, gone), len(kept[0])
+
+
+def reset(state: State, request: str, free: bool = True) -> Emptied | Refusal:
+    """Reset a request: its content is gone, legal in every state. `free=False` keeps pages that nobody else owns.
+
+    any → OnDevice
+    """
+    # Guard.
+    found = known(state, request)
+    if isinstance(found, Refusal):
+        return found
+    # Effect.
+    released = kept = 0
+    for stream in list(found.streams.values()):
+        freed, stayed = _empty(state, stream, not free)
+        released += freed
+        kept += stayed
+        if not stream.opened and not stream.voided:
+            forget(state, stream)
+    return Emptied(request, released, kept)
+
+
+def remove(state: State, request: str) -> Emptied | Refusal:
+    """Remove a request, legal in every state; claims are orphaned, steps in flight keep their pages until they end.
+
+    any → Gone
+    """
+    # Guard.
+    found = known(state, request)
+    if isinstance(found, Refusal):
+        return found
+    # Effect.
+    released = 0
+    for stream in found.streams.values():
+        released += _empty(state, stream, False)[0]
+        stream.residency = GONE
+    del state.requests[request]
+    del state.incarnations[found.incarnation]
+    state.topology += 1
+    return Emptied(request, released, 0)
+
+
+def clear(state: State) -> tuple[Fetch, ...]:
+    """Clear everything: no requests, leases or claims. What a running launch or fetch holds returns when it ends.
+
+    any → Gone
+
+    Returns
+    -------
+    The fetches that are still running; their transports must be told to cancel.
+    """
+    for request in list(state.requests):
+        remove(state, request)
+    for lease in list(state.leases.values()):
+        if not lease.abort_requested:
+            abort(state, lease)
+    fetches = []
+    for claim in list(state.claims.values()):
+        if isinstance(claim, Fetch):
+            claim.cancel_requested = True
+            fetches.append(claim)
+        elif isinstance(claim, OffloadClaim):
+            abandon_offload(state, claim)
+        else:
+            abandon_reload(state, claim)
+    return tuple(fetches)
+
+
+def op_failed(state: State, op: Op, error: str) -> None:
+    """Record that `op` failed at submit on the claim or lease it worked for; its owner ends that.
+
+    A post-fork's copy fails after its step was committed: its targets are emptied, as by a reset of those streams.
+    """
+    owner = op.owner
+    if isinstance(owner, Fetch):
+        if owner.open:
+            failed(state, owner, error)
+    elif isinstance(owner, (OffloadClaim, ReloadClaim)) or owner.open:
+        owner.failure = error
+    else:
+        for fork in owner.forks:
+            stream = fork.target.stream
+            if not fork.pre and stream.request.streams.get(stream.label) is stream and stream.residency is not GONE:
+                _empty(state, stream, False)

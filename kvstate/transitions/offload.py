@@ -1,0 +1,188 @@
+"""Offload: a request's pages go to the host."""
+
+from __future__ import annotations
+
+import attrs
+
+from kvstate.ops import CopyOut
+from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
+from kvstate.refusals import ClaimEnded, HostExhausted, NoHostPool, Refusal, StreamNotOnDevice
+from kvstate.state import OffloadClaim, Offloading, OnDevice, OnHost, Part, State, Table
+from kvstate.transitions.claim import committable, end_claim, fetch_in_the_way, known, lease_in_the_way
+from kvstate.transitions.leaving import content_pages, leave, void_from
+
+
+@attrs.frozen
+class Offloaded:
+    """An offload that is done: `pages_released` device pages became free now."""
+
+    request: str
+    pages_released: int
+
+
+@attrs.frozen
+class Abandoned:
+    """A claim given up; `orphaned` when its request had gone, been reset or ingested anew."""
+
+    request: str
+    orphaned: bool
+
+
+def claim_offload(
+    state: State, request: str, discard_in_flight: bool = False, now_s: float = 0.0
+) -> OffloadClaim | Refusal:
+    """Claim a request for offload: all its streams or none, each page copied once.
+
+    OnDevice → Offloading
+    """
+    # Guard.
+    found = known(state, request)
+    if isinstance(found, Refusal):
+        return found
+    if not state.geometry.host_pages:
+        return NoHostPool(request=request)
+    refusal = fetch_in_the_way(found)
+    if refusal is not None:
+        return refusal
+    streams = list(found.streams.values())
+    for stream in streams:
+        if not isinstance(stream.residency, OnDevice):
+            return StreamNotOnDevice(request=request, label=stream.label, residency=stream.residency.name)
+    refusal = None if discard_in_flight else lease_in_the_way(found)
+    if refusal is not None:
+        return refusal
+    size = state.page_size
+    groups = range(len(state.host.pools))
+    distinct: list[dict[int, int]] = [{} for _ in groups]
+    for stream in streams:
+        full, rest = divmod(stream.length, size)
+        for group in groups:
+            pages = distinct[group]
+            table = stream.residency.tables[group]
+            for page in table.part(0, full):
+                pages[page] = size
+            if rest:
+                pages[table[full]] = rest
+    short = state.host.short([len(pages) for pages in distinct])
+    if short is not None:
+        return HostExhausted(request=request, short=short)
+    # Effect.
+    for stream in streams:
+        if stream.rows:
+            void_from(stream, 0)
+    moved = [
+        dict(zip(pages, pool.grant(len(pages)), strict=True))
+        for pages, pool in zip(distinct, state.host.pools, strict=True)
+    ]
+    claim = OffloadClaim(state.serial(), found, (), now_s)
+    after: Clock = NOTHING
+    parts = []
+    shared_by_labels = len(streams) > 1
+    for group, pool in enumerate(state.host.pools):
+        after = merge(after, pool.fence_of(moved[group].values()))
+    for stream in streams:
+        after = merge(after, stream.written)
+        host = []
+        for group in groups:
+            target = moved[group]
+            content = stream.residency.tables[group].part(0, content_pages(state, stream))
+            pages = [target[page] for page in content]
+            host.append(Table(pages, len(pages)))
+        parts.append(Part(stream, stream.residency.tables, tuple(host)))
+        stream.residency = Offloading(claim)
+    claim.parts = tuple(parts)
+    if shared_by_labels:
+        _count_sharing(state, claim)
+    state.claims[claim.serial] = claim
+    # Emit.
+    copies = tuple(
+        [(page, target[page], tokens) for page, tokens in pages.items()]
+        for pages, target in zip(distinct, moved, strict=True)
+    )
+    claim.op = CopyOut(state.number(), elsewhere(after, Queue.COPY_OUT), claim, copies)
+    state.outbox.append(claim.op)
+    return claim
+
+
+def _count_sharing(state: State, claim: OffloadClaim) -> None:
+    """Give host pages that several labels share one owner each, as their device pages have."""
+    for group, pool in enumerate(state.host.pools):
+        seen: set[int] = set()
+        for part in claim.parts:
+            again = [page for page in part.host[group] if page in seen]
+            pool.share(again)
+            seen.update(part.host[group])
+
+
+def commit_offload(state: State, claim: OffloadClaim) -> Offloaded | Abandoned | Refusal:
+    """Commit an offload: the device pages leave, the host pages hold the content.
+
+    Offloading → OnHost
+    """
+    # Guard.
+    refusal = committable(claim)
+    if refusal is not None:
+        return refusal
+    # Effect.
+    assert claim.op is not None
+    copy = at(Queue.COPY_OUT, claim.op.number)
+    end_claim(state, claim)
+    released = 0
+    orphaned = False
+    for part in claim.parts:
+        stream = part.stream
+        stream.used = merge(stream.used, copy)
+        if isinstance(stream.residency, Offloading) and stream.residency.claim is claim:
+            stream.residency = OnHost(part.host, copy, NOTHING)
+            stream.generation += 1
+            stream.epoch += 1
+        else:
+            orphaned = True
+            state.host.drop(part.host, copy)
+        released += leave(state, stream, part.device)
+    return Abandoned(claim.request.id, True) if orphaned else Offloaded(claim.request.id, released)
+
+
+def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
+    """Abandon an offload: the streams are on the device as before, the host pages return.
+
+    Offloading → OnDevice
+    """
+    # Guard.
+    if not claim.open:
+        return ClaimEnded(request=claim.request.id)
+    # Effect.
+    end_claim(state, claim)
+    assert claim.op is not None
+    copy = NOTHING if claim.failure is not None else at(Queue.COPY_OUT, claim.op.number)
+    orphaned = False
+    for part in claim.parts:
+        stream = part.stream
+        stream.used = merge(stream.used, copy)
+        state.host.drop(part.host, copy)
+        if isinstance(stream.residency, Offloading) and stream.residency.claim is claim:
+            stream.residency = OnDevice(part.device, state.room(stream, stream.length, stream.retention))
+        else:
+            orphaned = True
+            leave(state, stream, part.device)
+    return Abandoned(claim.request.id, orphaned)
+
+
+def reclaimable(state: State, request: str) -> int:
+    """Return the device pages that an offload of `request` would free now; 0 when it would be refused or is unknown.
+
+    Host space aside: that may change before the claim.
+    """
+    found = state.requests.get(request)
+    if found is None or fetch_in_the_way(found) is not None or lease_in_the_way(found) is not None:
+        return 0
+    total = 0
+    for group, pool in enumerate(state.device.pools):
+        mine: dict[int, int] = {}
+        for stream in found.streams.values():
+            if not isinstance(stream.residency, OnDevice) or stream.voided:
+                return 0
+            for page in stream.residency.tables[group]:
+                mine[page] = mine.get(page, 0) + 1
+        total += sum(1 for page, count in mine.items() if pool.owners[page] == count)
+    return total

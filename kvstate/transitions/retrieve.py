@@ -1,0 +1,332 @@
+"""Publish and retrieve: what other workers may read, and tokens that a transport writes behind a stream's own.
+
+A fetch is on no queue. It ends by what the host sees: landed, failed, or a cancel that the transport confirms. Until
+then its pages stay owned by it, whatever became of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from kvstate.ops import FetchBegin, FetchEnd
+from kvstate.ordering import NOTHING, Clock, merge
+from kvstate.refusals import (
+    ClaimEnded,
+    FetchPending,
+    LayoutMismatch,
+    OnRemoteHost,
+    PagesExhausted,
+    Refusal,
+    StreamBusy,
+    StreamNotOnDevice,
+    TooLarge,
+    WorldSizeMismatch,
+)
+from kvstate.refusals import FetchFailed as FetchFailedRefusal
+from kvstate.state import Fetch, FetchFailed, Fetching, OnDevice, Request, State, Stream, Table
+from kvstate.transitions.claim import known
+from kvstate.transitions.leaving import content_pages, forget
+from kvstate.transitions.reserve import away
+from kvstate.types import Publication, Record
+
+
+@attrs.frozen(eq=False)
+class Retrieval:
+    """The fetches that were started; none when there was nothing to fetch."""
+
+    request: str
+    fetches: tuple[Fetch, ...]
+
+
+@attrs.frozen
+class FetchEnded:
+    """A fetch that ended; `orphaned` when its stream had gone or been reset."""
+
+    request: str
+    label: str
+    outcome: str
+    orphaned: bool
+
+
+@attrs.frozen
+class Readiness:
+    """Whether the labels of a request may be used: `failed` names errors per label, `pending` the labels in flight."""
+
+    request: str
+    pending: tuple[str, ...]
+    failed: tuple[tuple[str, str], ...]
+
+    @property
+    def ready(self) -> bool:
+        """True when nothing is pending and nothing failed."""
+        return not self.pending and not self.failed
+
+
+@attrs.frozen(eq=False)
+class Snapshot:
+    """What a publication will say once the host has seen `after` complete."""
+
+    request: Request
+    after: Clock
+    records: dict[str, tuple[Stream, Record]]
+
+
+def claim_retrieve(
+    state: State,
+    request: str,
+    publication: Publication | None,
+    labels: Sequence[str] | None = None,
+    now_s: float = 0.0,
+) -> Retrieval | Refusal:
+    """Claim pages for the tokens that `publication` has beyond this request's own, per needed label.
+
+    OnDevice → Fetching
+    """
+    # Guard.
+    found = known(state, request)
+    if isinstance(found, Refusal):
+        return found
+    records = {} if publication is None else publication.ranks.get(state.rank, {})
+    if publication is not None and publication.world_size != state.world_size:
+        return WorldSizeMismatch(request=request, published=publication.world_size, expected=state.world_size)
+    wanted = 0
+    plans: list[tuple[str, Record, Stream, int]] = []
+    for label in dict.fromkeys(labels if labels is not None else found.config.labels_needed()):
+        stream = found.streams.get(label)
+        if stream is None:
+            residency = away(found)
+            if residency is not None:
+                return StreamNotOnDevice(request=request, label=label, residency=residency)
+            stream = Stream(found, label, len(state.device.pools))
+        refusal = _not_fetchable(stream)
+        if refusal is not None:
+            return refusal
+        record = records.get(label)
+        if record is None or record.address == state.address or record.length <= stream.length:
+            continue
+        if record.on_host:
+            return OnRemoteHost(request=request, label=label)
+        if record.page_size != state.page_size or (stream.length and record.released != stream.released):
+            return LayoutMismatch(request=request, label=label)
+        count = -(-record.length // state.page_size) - content_pages(state, stream)
+        plans.append((label, record, stream, count))
+        wanted += count
+    short = state.device.short([wanted] * len(state.device.pools))
+    if short is not None:
+        if wanted > state.geometry.pages:
+            return TooLarge(request=request, wanted=wanted, capacity=state.geometry.pages)
+        return PagesExhausted(request=request, label=plans[0][0], short=short)
+    # Effect.
+    fetches = []
+    for label, record, stream, count in plans:
+        if label not in found.streams:
+            found.streams[label] = stream
+            state.topology += 1
+        fetches.append(_fetch(state, stream, record, count, now_s))
+    return Retrieval(request, tuple(fetches))
+
+
+def _not_fetchable(stream: Stream) -> Refusal | None:
+    request, label = stream.request.id, stream.label
+    residency = stream.residency
+    if isinstance(residency, Fetching):
+        return FetchPending(request=request, label=label)
+    if isinstance(residency, FetchFailed):
+        return FetchFailedRefusal(request=request, label=label, error=residency.error)
+    if not isinstance(residency, OnDevice):
+        return StreamNotOnDevice(request=request, label=label, residency=residency.name)
+    if stream.rows or stream.voided:
+        return StreamBusy(request=request, label=label)
+    return None
+
+
+def _fetch(state: State, stream: Stream, record: Record, count: int, now_s: float) -> Fetch:
+    content = content_pages(state, stream)
+    after = merge(stream.used, stream.written)
+    tables: list[Table] = []
+    owned: list[list[int]] = []
+    for pool, table in zip(state.device.pools, stream.residency.tables, strict=True):
+        tail = table.part(stream.length // state.page_size, content)
+        pool.share(tail)
+        granted = pool.grant(count)
+        after = merge(after, pool.fence_of(granted))
+        owned.append(tail + granted)
+        tables.append(Table(owned[-1], len(owned[-1])))
+    fetch = Fetch(state.serial(), stream, record, stream.length, record.length, tuple(tables), tuple(owned), now_s)
+    stream.residency = Fetching(stream.residency.tables, fetch)
+    state.claims[fetch.serial] = fetch
+    # Emit.
+    fetch.op = FetchBegin(
+        state.number(), after, fetch, fetch, record, tuple(tuple(pages) for pages in owned), fetch.start, fetch.stop,
+        state.page_size,
+    )  # fmt: skip
+    state.outbox.append(fetch.op)
+    return fetch
+
+
+def _end(state: State, fetch: Fetch) -> bool:
+    """End a fetch; return whether its stream still waits for it."""
+    fetch.open = False
+    del state.claims[fetch.serial]
+    assert fetch.op is not None
+    state.outbox.append(FetchEnd(state.number(), NOTHING, fetch, fetch.op.number))
+    residency = fetch.stream.residency
+    return isinstance(residency, Fetching) and residency.fetch is fetch
+
+
+def landed(state: State, fetch: Fetch) -> FetchEnded | Refusal:
+    """Land a fetch: the host has seen the bytes, the length moves. Orphaned, the pages return.
+
+    Fetching → OnDevice
+    """
+    # Guard.
+    stream = fetch.stream
+    if not fetch.open:
+        return ClaimEnded(request=stream.request.id, label=stream.label)
+    # Effect.
+    if not _end(state, fetch):
+        state.device.drop(fetch.owned, NOTHING)
+        return FetchEnded(stream.request.id, stream.label, "landed", True)
+    assert isinstance(stream.residency, Fetching)
+    content = content_pages(state, stream)
+    tail = 1 if stream.length % state.page_size else 0
+    tables = []
+    for pool, own, table in zip(state.device.pools, fetch.owned, stream.residency.device, strict=True):
+        pool.drop(own[:tail], NOTHING)
+        pages = table.part(0, content) + own[tail:] + table.part(content, table.count)
+        tables.append(Table(pages, len(pages)))
+        pool.seal(pages[: fetch.stop // state.page_size])
+    stream.length, stream.released = fetch.stop, fetch.record.released
+    stream.residency = OnDevice(tuple(tables), state.room(stream, stream.length, stream.retention))
+    stream.generation += 1
+    if not stream.opened:
+        stream.opened = True
+        state.topology += 1
+    return FetchEnded(stream.request.id, stream.label, "landed", False)
+
+
+def failed(state: State, fetch: Fetch, error: str) -> FetchEnded | Refusal:
+    """Fail a fetch: the transport ended without all bytes. The error stays until a reset; the stream's own tokens too.
+
+    Fetching → FetchFailed
+    """
+    # Guard.
+    stream = fetch.stream
+    if not fetch.open:
+        return ClaimEnded(request=stream.request.id, label=stream.label)
+    # Effect.
+    waiting = _end(state, fetch)
+    state.device.drop(fetch.owned, NOTHING)
+    if waiting:
+        assert isinstance(stream.residency, Fetching)
+        stream.residency = FetchFailed(stream.residency.device, error)
+    return FetchEnded(stream.request.id, stream.label, "failed", not waiting)
+
+
+def cancelled(state: State, fetch: Fetch) -> FetchEnded | Refusal:
+    """End a fetch whose cancel the transport has confirmed: the stream is as before it.
+
+    Fetching → OnDevice
+    """
+    # Guard.
+    stream = fetch.stream
+    if not fetch.open:
+        return ClaimEnded(request=stream.request.id, label=stream.label)
+    # Effect.
+    waiting = _end(state, fetch)
+    state.device.drop(fetch.owned, NOTHING)
+    if waiting:
+        assert isinstance(stream.residency, Fetching)
+        tables = stream.residency.device
+        stream.residency = OnDevice(tables, state.room(stream, stream.length, stream.retention))
+        if not stream.opened:
+            forget(state, stream)
+    return FetchEnded(stream.request.id, stream.label, "cancelled", not waiting)
+
+
+def cancel_retrieve(state: State, request: str) -> tuple[Fetch, ...] | Refusal:
+    """Ask for the cancel of a request's fetches; each stays pending until its transport confirms.
+
+    Fetching → Fetching
+    """
+    # Guard.
+    found = known(state, request)
+    if isinstance(found, Refusal):
+        return found
+    # Effect.
+    fetches = [s.residency.fetch for s in found.streams.values() if isinstance(s.residency, Fetching)]
+    for fetch in fetches:
+        fetch.cancel_requested = True
+    return tuple(fetches)
+
+
+def readiness(state: State, request: str, labels: Sequence[str] | None = None) -> Readiness | Refusal:
+    """Say for all needed labels whether fetches are pending or failed."""
+    found = known(state, request)
+    if isinstance(found, Refusal):
+        return found
+    pending, broken = [], []
+    for label in labels if labels is not None else found.config.labels_needed():
+        residency = found.streams[label].residency if label in found.streams else None
+        if isinstance(residency, Fetching):
+            pending.append(label)
+        elif isinstance(residency, FetchFailed):
+            broken.append((label, residency.error))
+    return Readiness(request, tuple(pending), tuple(broken))
+
+
+def snapshot(state: State, request: str) -> Snapshot | None:
+    """Note what `request` could publish now, and what the host must see complete first. None when it is unknown."""
+    found = state.requests.get(request)
+    if found is None:
+        return None
+    after = NOTHING
+    records: dict[str, tuple[Stream, Record]] = {}
+    for label, stream in found.streams.items():
+        if not stream.opened or isinstance(stream.residency, (Fetching, FetchFailed)):
+            continue
+        record = _record(state, found, stream)
+        records[label] = (stream, record)
+        if not record.on_host:
+            after = merge(after, stream.written)
+    return Snapshot(found, after, records)
+
+
+def _record(state: State, request: Request, stream: Stream) -> Record:
+    on_device = isinstance(stream.residency, OnDevice)
+    count = content_pages(state, stream)
+    pages: tuple[tuple[int, ...], ...] = ()
+    if on_device:
+        pages = tuple(table.first(count) for table in stream.residency.tables)
+    return Record(
+        stream.length, stream.released, state.page_size, pages, not on_device, state.address, request.incarnation,
+        stream.epoch,
+    )  # fmt: skip
+
+
+def publish(state: State, noted: Snapshot) -> Publication | None:
+    """Publish what `noted` says, once the host has seen it complete; what changed since is described as it is.
+
+    OnDevice, OnHost → same
+    """
+    request = noted.request
+    if state.requests.get(request.id) is not request:
+        return None
+    labels: dict[str, Record] = {}
+    for label, (stream, record) in noted.records.items():
+        if request.streams.get(label) is not stream or isinstance(stream.residency, (Fetching, FetchFailed)):
+            continue
+        if stream.epoch == record.epoch and isinstance(stream.residency, OnDevice) and not record.on_host:
+            labels[label] = record
+        elif not isinstance(stream.residency, OnDevice):
+            labels[label] = _record(state, request, stream)
+    return Publication(request.id, state.world_size, {state.rank: labels})
+
+
+def epoch_holds(state: State, incarnation: int, label: str, epoch: int) -> bool:
+    """Tell whether what was published as (incarnation, epoch) still holds: a reader asks this after its copy."""
+    found = state.incarnations.get(incarnation)
+    stream = found.streams.get(label) if found is not None else None
+    return stream is not None and stream.epoch == epoch

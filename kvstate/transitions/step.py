@@ -1,0 +1,446 @@
+"""Steps: admit, plan, launch, commit, abort.
+
+One step costs what it changes. A segment that stays inside its stream's last content page takes a short path through
+every transition; whatever grows, forks, retains or stores nothing takes the general one (``reserve``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from kvstate.errors import AcceptedMismatch
+from kvstate.ops import ForkCopy, Plan, StepBegin, StepEnd
+from kvstate.ordering import NOTHING, Clock, Queue, elsewhere, merge
+from kvstate.refusals import (
+    AlreadyLaunched,
+    CopyFailed,
+    LeaseEnded,
+    NotLaunched,
+    OutOfOrder,
+    PagesExhausted,
+    Refusal,
+    StalePlan,
+    TooLarge,
+    UnknownRequest,
+)
+from kvstate.state import Lease, OnDevice, Row, State, Status, Stream, WideRow
+from kvstate.transitions.fork import apply_post_forks
+from kvstate.transitions.leaving import (
+    content_pages,
+    end_row,
+    end_without_effect,
+    leave,
+    pass_on,
+    void_above,
+)
+from kvstate.transitions.reserve import Reservation
+from kvstate.transitions.retention import retain
+from kvstate.types import Step
+
+
+@attrs.frozen
+class SegmentOutcome:
+    """What became of one segment: `stored` tokens, or dropped because its stream changed under the step."""
+
+    request: str | None
+    label: str
+    stored: int
+    dropped: bool
+
+
+@attrs.frozen(eq=False)
+class Committed:
+    """A committed step. `dropped` are the places of the segments that did not count."""
+
+    lease: Lease
+    accepted: tuple[int, ...] | None
+    dropped: tuple[int, ...]
+
+    @property
+    def segments(self) -> tuple[SegmentOutcome, ...]:
+        """One outcome per segment, in the step's order; padding is neither stored nor dropped."""
+        step = self.lease.step
+        outcomes = []
+        for place, segment in enumerate(step.segments):
+            dropped = place in self.dropped
+            stored = segment.span if self.accepted is None else self.accepted[place]
+            if dropped or segment.request is None or not step.commit:
+                stored = 0
+            outcomes.append(SegmentOutcome(segment.request, segment.label, stored, dropped))
+        return tuple(outcomes)
+
+
+@attrs.frozen(eq=False)
+class Aborted:
+    """An aborted lease; `pending` when its launch is running and the abort takes effect at its exit."""
+
+    lease: Lease
+    pending: bool
+
+
+def _streams(state: State, step: Step) -> list[Stream | None] | Refusal:
+    """Return the open streams of a plain step, remembered by the step until the set of streams changes."""
+    resolved = step._resolved
+    if resolved is not None and resolved[0] is state and resolved[1] == state.topology:
+        return resolved[2]  # type: ignore[no-any-return]
+    streams: list[Stream | None] = []
+    for segment in step.segments:
+        assert segment.request is not None
+        request = state.requests.get(segment.request)
+        if request is None:
+            return UnknownRequest(request=segment.request, label=segment.label)
+        stream = request.streams.get(segment.label)
+        streams.append(stream if stream is not None and stream.opened else None)
+    object.__setattr__(step, "_resolved", (state, state.topology, streams))
+    return streams
+
+
+def admit(state: State, step: Step) -> Lease | Refusal:
+    """Admit a step: reserve everything it needs, or refuse and hold nothing.
+
+    — → leased
+    """
+    lease = Lease(0, step)
+    if not step.plain:
+        # Guard.
+        reservation = Reservation(state, step)
+        refusal = reservation.simulate() or _short(state, reservation)
+        if refusal is not None:
+            return refusal
+        # Effect.
+        rows = reservation.build(lease)
+    else:
+        # Guard.
+        streams = _streams(state, step)
+        if isinstance(streams, Refusal):
+            return streams
+        rows = []
+        asking: Reservation | None = None
+        for segment, stream in zip(step.segments, streams, strict=True):
+            if stream is not None and not stream.voided:
+                above = stream.rows
+                if above:
+                    top = above[-1]
+                    start = top.length
+                    length = start + segment.span
+                    if length <= top.room:
+                        rows.append(
+                            Row(stream, lease, start, length, top.released, top.tables, top.room, stream.generation)
+                        )
+                        continue
+                else:
+                    start = stream.length
+                    length = start + segment.span
+                    residency = stream.residency
+                    room = residency.room
+                    if length <= room:
+                        rows.append(
+                            Row(
+                                stream, lease, start, length, stream.released, residency.tables, room, stream.generation
+                            )
+                        )
+                        continue
+            if asking is None:
+                asking = Reservation(state, step)
+            refusal = asking.segment(segment)
+            if refusal is not None:
+                return refusal
+            rows.append(None)  # type: ignore[arg-type]
+        if asking is not None:
+            refusal = _short(state, asking)
+            if refusal is not None:
+                return refusal
+            # Effect.
+            wide = iter(asking.build(lease))
+            rows = [row if row is not None else next(wide) for row in rows]
+            lease.places = None
+    for row in rows:
+        row.stream.rows.append(row)
+    lease.rows = rows
+    lease.serial = state.serial()
+    state.leases[lease.serial] = lease
+    return lease
+
+
+def _short(state: State, reservation: Reservation) -> Refusal | None:
+    """Return the refusal of a step that wants more pages than there are."""
+    short = state.device.short([reservation.wanted] * len(state.device.pools))
+    if short is None:
+        return None
+    request, label, wanted = reservation.largest()
+    capacity = state.geometry.pages
+    if wanted > capacity:
+        return TooLarge(request=request, label=label, wanted=wanted, capacity=capacity)
+    first = reservation.first_short
+    assert first is not None
+    return PagesExhausted(request=first.stream.request.id, label=first.stream.label, short=short)
+
+
+def plan(state: State, lease: Lease) -> Plan | Refusal:
+    """Plan an admitted step: fix its views and addresses. Planning again after StalePlan sends void rows to the sink.
+
+    admitted → planned
+    """
+    # Guard.
+    if not lease.open or lease.abort_requested:
+        return StalePlan(ended=True)
+    if lease.status in (Status.ENTERED, Status.LAUNCHED):
+        return AlreadyLaunched()
+    if lease.void > lease.told:
+        return _stale(lease)
+    # Effect.
+    sinks = tuple(pool.sink for pool in state.device.pools)
+    lease.plan = Plan(lease, state.page_size, sinks, frozenset(lease.void_places()))
+    lease.status = Status.PLANNED
+    return lease.plan
+
+
+def _stale(lease: Lease) -> StalePlan:
+    """Say which segments are void. That the caller was told is remembered: it is no part of the cache's state."""
+    lease.told = lease.void
+    void = lease.void_places()
+    segment = lease.step.segments[void[0]] if void else None
+    return StalePlan(
+        request=segment.request or "" if segment else "", label=segment.label if segment else "", void=void
+    )
+
+
+def launch_enter(state: State, planned: Plan) -> StepBegin | Refusal:
+    """Enter a launch: fix what the step follows and emit the copies of its pre-forks.
+
+    planned → launching
+    """
+    # Guard.
+    lease = planned.lease
+    if not lease.open or lease.plan is not planned or lease.abort_requested:
+        return StalePlan(ended=True)
+    if lease.status is not Status.PLANNED:
+        return AlreadyLaunched()
+    if lease.void != lease.told or lease.void_places() != tuple(sorted(planned.sunk)):
+        return _stale(lease)
+    after: Clock = NOTHING
+    last: Clock = NOTHING
+    for row in lease.rows:
+        if row.void:
+            continue
+        stream = row.stream
+        if (stream.rows[0] is not row or stream.voided) and not _launches_next(row):
+            return OutOfOrder(request=stream.request.id, label=stream.label)
+        written = stream.written
+        if written is not last:
+            after = merge(after, written)
+            last = written
+        if isinstance(row, WideRow):
+            after = merge(after, row.entered)
+    # Effect.
+    after = elsewhere(after, Queue.COMPUTE)
+    lease.status = Status.ENTERED
+    # Emit.
+    copies = tuple(
+        [copy for fork in lease.forks if fork.pre and not fork.target.void for copy in fork.copies[group]]
+        for group in range(len(state.device.pools))
+    )
+    if any(copies):
+        state.outbox.append(ForkCopy(state.number(), after, lease, copies))
+    begin = StepBegin(state.number(), after, lease)
+    state.outbox.append(begin)
+    lease.began = begin
+    return begin
+
+
+def _launches_next(row: Row) -> bool:
+    """Tell whether everything older on the row's stream has left its launch; void rows never enter."""
+    stream = row.stream
+    older = stream.rows[: stream.rows.index(row)]
+    return all(other.lease.status is Status.LAUNCHED for other in older) and not any(
+        other.lease.status is Status.ENTERED for other in stream.voided
+    )
+
+
+def launch_exit(state: State, lease: Lease) -> StepEnd | Aborted:
+    """Leave a launch: the step takes its number. An abort asked for meanwhile takes effect.
+
+    launching → launched
+    """
+    assert lease.status is Status.ENTERED and lease.plan is not None and lease.began is not None
+    # Effect.
+    lease.number = state.number()
+    lease.status = Status.LAUNCHED
+    # Emit.
+    end = StepEnd(lease.number, lease.began.after, lease, lease.began.number, lease.plan)
+    state.outbox.append(end)
+    if lease.abort_requested:
+        _end_all(state, lease)
+        return Aborted(lease, False)
+    return end
+
+
+def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) -> Committed | Refusal:
+    """Commit a launched step: lengths and tables change here, then post-forks. Segments that went void are dropped.
+
+    launched → committed
+
+    Raises
+    ------
+    AcceptedMismatch
+        When `accepted` does not fit the step's segments; nothing was changed.
+    """
+    # Guard.
+    if not lease.open:
+        return LeaseEnded()
+    if lease.status is not Status.LAUNCHED:
+        return NotLaunched()
+    if lease.failure is not None:
+        return CopyFailed(error=lease.failure)
+    rows = lease.rows
+    for row in rows:
+        if not row.void and row.stream.rows[0] is not row:
+            return OutOfOrder(request=row.stream.request.id, label=row.stream.label)
+    stored = _stored(lease, accepted) if accepted is not None else None
+    # Effect.
+    dropped = lease.void_places()
+    number = lease.number
+    clock: Clock = (number, 0, 0)
+    post = [fork for fork in lease.forks if not fork.pre and not fork.target.void]
+    forks = [fork for fork in post if not fork.source.void]
+    for fork in forks:
+        _open(state, fork.target.stream)
+    lease.status = Status.COMMITTED
+    serial = lease.serial
+    del state.leases[serial]
+    for row in rows:
+        if row.void:
+            end_without_effect(state, row)
+        elif row.wide or stored is not None:
+            _commit_row(state, row, None if stored is None else stored.get(id(row)), clock)
+        else:
+            stream = row.stream
+            length = row.length
+            stream.length = length
+            stream.generation += 1
+            stream.written = clock
+            del stream.rows[0]
+            if length == row.room:
+                _seal_last(state, row)
+            if stream.held:
+                pass_on(state, stream, serial)
+    if forks:
+        apply_post_forks(state, lease, forks)
+    for fork in post:
+        state.device.drop(fork.target.tails, NOTHING)
+    return Committed(lease, None if accepted is None else tuple(accepted), dropped)
+
+
+def _open(state: State, stream: Stream) -> None:
+    if not stream.opened:
+        stream.opened = True
+        state.topology += 1
+
+
+def _seal_last(state: State, row: Row) -> None:
+    place = row.length // state.page_size - 1
+    for pool, table in zip(state.device.pools, row.tables, strict=True):
+        pool.sealed[table[place]] = 1
+
+
+def _stored(lease: Lease, accepted: Sequence[int]) -> dict[int, int]:
+    """Return the tokens stored per row (by identity) after checking `accepted` against the step."""
+    step = lease.step
+    if len(accepted) != len(step.segments):
+        raise AcceptedMismatch(
+            f"accepted has {len(accepted)} entries for {len(step.segments)} segments; give one each, padding too"
+        )
+    stored: dict[int, int] = {}
+    closed: set[int] = set()
+    for place, (segment, count) in enumerate(zip(step.segments, accepted, strict=True)):
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= segment.span:
+            raise AcceptedMismatch(
+                f"segment {place} ({segment.request}/{segment.label}) computed {segment.span} tokens, "
+                f"so it cannot accept {count!r}; give 0 … {segment.span}"
+            )
+        row, _ = lease.placed(place)
+        if row is None:
+            continue
+        if id(row) in closed and count:
+            raise AcceptedMismatch(
+                f"segment {place} ({segment.request}/{segment.label}) follows tokens of the same stream that were not "
+                "accepted; it must accept 0"
+            )
+        stored[id(row)] = stored.get(id(row), 0) + count
+        if count < segment.span:
+            closed.add(id(row))
+    return stored
+
+
+def _commit_row(state: State, row: Row, stored: int | None, clock: Clock) -> None:
+    """Commit one row on the general path: take its pages, move the length, seal, retain, check the rows above."""
+    stream, size = row.stream, state.page_size
+    wide = row if isinstance(row, WideRow) else None
+    commits = row.lease.step.commit
+    forked = wide is not None and wide.forked
+    if not forked and (not commits or (wide is not None and not wide.opens)):
+        # Nothing lasting: a fork's source, a span of zero, a step that does not commit.
+        end_row(state, row)
+        if wide is not None:
+            _return_temps(state, wide)
+        return
+    spans = row.stop - row.start if stored is None else stored
+    length = row.start + spans if commits else row.start
+    tables = row.step_tables if commits or wide is None else wide.tables
+    for pool, table in zip(state.device.pools, tables, strict=True):
+        pool.seal(table.part(row.start // size, length // size))
+    tables, length, released, gone = retain(
+        tables, length, row.released_before, wide.policy if wide is not None else None, size
+    )
+    if (length, released) != (row.length, row.released):
+        void_above(row)
+    left = [table.part(0, content_pages(state, stream)) for table in stream.residency.tables] if forked else ()
+    stream.residency = OnDevice(tables, state.room(stream, length, stream.retention))
+    stream.length, stream.released = length, released
+    stream.generation += 1
+    stream.written = clock
+    if gone or left:
+        stream.epoch += 1
+    _open(state, stream)
+    end_row(state, row)
+    for pages in (left, gone):
+        if pages:
+            leave(state, stream, pages)
+    if wide is not None:
+        _return_temps(state, wide)
+
+
+def _return_temps(state: State, row: WideRow) -> None:
+    """Return the pages of a step that does not commit; what runs above may still read them."""
+    if any(row.temps):
+        leave(state, row.stream, row.temps)
+        row.temps = state.no_pages()
+
+
+def abort(state: State, lease: Lease) -> Aborted | Refusal:
+    """Abort a lease: everything it reserved returns; while its launch runs, at the launch's exit.
+
+    admitted, planned, launched → aborted
+    """
+    # Guard.
+    if not lease.open:
+        return LeaseEnded()
+    # Effect.
+    if lease.status is Status.ENTERED:
+        lease.abort_requested = True
+        return Aborted(lease, True)
+    _end_all(state, lease)
+    return Aborted(lease, False)
+
+
+def _end_all(state: State, lease: Lease) -> None:
+    """End every row of a lease without effect; what is planned above them is void."""
+    lease.status = Status.ABORTED
+    del state.leases[lease.serial]
+    for row in lease.rows:
+        if not row.void:
+            void_above(row)
+    for row in lease.rows:
+        end_without_effect(state, row)

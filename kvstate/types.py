@@ -1,0 +1,349 @@
+"""Values that cross the border between kvstate and its callers.
+
+Every value here is a frozen, slotted attrs class that is validated where it is built: a value that exists is valid.
+Lengths, spans and budgets are in tokens, capacities in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+MAIN = "main"
+
+
+def _positive(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{attribute.name} must be a whole number of at least 1, got {value!r}")
+
+
+def _not_negative(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{attribute.name} must be a whole number of at least 0, got {value!r}")
+
+
+def _name(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{attribute.name} must be a non-empty string, got {value!r}")
+
+
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise ValueError(f"expected several labels, got the one string {values!r}; write ({values!r},)")
+    names = tuple(values)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a label must be a non-empty string, got {name!r}")
+    return names
+
+
+@attrs.frozen
+class StreamId:
+    """Names one token history: a request and one of its labels."""
+
+    request: str = attrs.field(validator=_name)
+    label: str = attrs.field(default=MAIN, validator=_name)
+
+    def __str__(self) -> str:
+        return f"{self.request}/{self.label}"
+
+
+@attrs.frozen
+class Group:
+    """Layers that share one page table.
+
+    Parameters
+    ----------
+    name
+        Used in messages and metrics.
+    page_bytes
+        Bytes of one page in either tier.
+    """
+
+    name: str = attrs.field(default="full", validator=_name)
+    page_bytes: int = attrs.field(default=1, validator=_positive)
+
+
+@attrs.frozen
+class Geometry:
+    """Sizes of one paged cache.
+
+    Parameters
+    ----------
+    pages
+        Device pages per group, the sink not counted.
+    page_size
+        Tokens per page.
+    host_pages
+        Host pages per group; 0 means that there is no host pool and offload is refused.
+    groups
+        One entry per attention type. This release drives exactly one group.
+    name
+        Used in messages and metrics.
+    """
+
+    pages: int = attrs.field(validator=_positive)
+    page_size: int = attrs.field(default=16, validator=_positive)
+    host_pages: int = attrs.field(default=0, validator=_not_negative)
+    groups: tuple[Group, ...] = attrs.field(default=(Group(),), converter=tuple)
+    name: str = attrs.field(default="kv", validator=_name)
+
+    @groups.validator
+    def _one_group(self, _: attrs.Attribute[Any], value: tuple[Group, ...]) -> None:
+        if len(value) != 1:
+            raise ValueError(
+                f"geometry {self.name!r} has {len(value)} groups; this release drives exactly one, "
+                "use one manager per attention type"
+            )
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the pages that hold `tokens` tokens.
+
+        >>> Geometry(pages=8, page_size=4).pages_for(9)
+        3
+        """
+        return -(-tokens // self.page_size)
+
+
+@attrs.frozen
+class RetentionPolicy:
+    """Which tokens a stream keeps when a step commits.
+
+    Whole pages leave whose tokens all lie in front of the last `context_budget` stored tokens and behind the first
+    `protected_prefix` ones (the attention sinks of StreamingLLM, Xiao et al. 2023).
+    """
+
+    context_budget: int = attrs.field(validator=_positive)
+    protected_prefix: int = attrs.field(default=0, validator=_not_negative)
+
+
+@attrs.frozen
+class RequestConfig:
+    """What one request needs; the most specific entry wins.
+
+    Parameters
+    ----------
+    labels
+        Labels needed where nothing more specific is given.
+    node_labels, walk_labels
+        Labels needed at a node, or at a node on one walk through the graph of nodes: ``{(node, walk): labels}``.
+    retention
+        ``{label: RetentionPolicy}``.
+    offload_priority
+        Requests with a higher number are offered for offload first.
+    """
+
+    labels: tuple[str, ...] = attrs.field(default=(MAIN,), converter=_names)
+    node_labels: Mapping[str, tuple[str, ...]] = attrs.field(
+        factory=dict, converter=lambda m: {k: _names(v) for k, v in dict(m).items()}
+    )
+    walk_labels: Mapping[tuple[str, str], tuple[str, ...]] = attrs.field(
+        factory=dict, converter=lambda m: {k: _names(v) for k, v in dict(m).items()}
+    )
+    retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=dict)
+    offload_priority: int = attrs.field(default=0, validator=attrs.validators.instance_of(int))
+
+    def labels_needed(self, node: str | None = None, walk: str | None = None) -> tuple[str, ...]:
+        """Return the labels needed at `node` on `walk`.
+
+        >>> config = RequestConfig(node_labels={"decoder": ("main", "cfg")})
+        >>> config.labels_needed("decoder"), config.labels_needed("encoder")
+        (('main', 'cfg'), ('main',))
+        """
+        if node is not None and walk is not None and (node, walk) in self.walk_labels:
+            return self.walk_labels[node, walk]
+        if node is not None and node in self.node_labels:
+            return self.node_labels[node]
+        return self.labels
+
+
+@attrs.frozen
+class Segment:
+    """`span` tokens that one step computes on one stream.
+
+    A segment without a request is padding: it owns nothing and its tokens go to the sink.
+    """
+
+    request: str | None = attrs.field(validator=attrs.validators.optional(_name))
+    label: str = attrs.field(default=MAIN, validator=_name)
+    span: int = attrs.field(default=1, validator=_not_negative)
+
+    @classmethod
+    def padding(cls, span: int = 1, label: str = MAIN) -> Segment:
+        """Return a row of `span` tokens that nobody reads."""
+        return cls(None, label, span)
+
+
+@attrs.frozen
+class LabelFork:
+    """Fork label `source` onto label `target` for every request of the step."""
+
+    source: str = attrs.field(validator=_name)
+    target: str = attrs.field(validator=_name)
+
+    def __attrs_post_init__(self) -> None:
+        if self.source == self.target:
+            raise ValueError(f"a fork needs two labels, got {self.source!r} twice")
+
+
+@attrs.frozen
+class StreamFork:
+    """Fork one stream onto another, within a request or across requests (both ingested)."""
+
+    source: StreamId = attrs.field(validator=attrs.validators.instance_of(StreamId))
+    target: StreamId = attrs.field(validator=attrs.validators.instance_of(StreamId))
+
+    def __attrs_post_init__(self) -> None:
+        if self.source == self.target:
+            raise ValueError(f"a fork needs two streams, got {self.source} twice")
+
+
+def _forks(values: Iterable[LabelFork | StreamFork]) -> tuple[LabelFork | StreamFork, ...]:
+    forks = tuple(values)
+    for fork in forks:
+        if not isinstance(fork, LabelFork | StreamFork):
+            raise ValueError(f"a fork is a LabelFork or a StreamFork, got {fork!r}")
+    return forks
+
+
+@attrs.frozen
+class Step:
+    """One forward pass over segments, in declaration order.
+
+    Parameters
+    ----------
+    segments
+        Several segments on one stream add up.
+    pre_forks
+        Applied before the segments: visible to them.
+    post_forks
+        Applied after the segments: they include the tokens this step stores.
+    commit
+        False: pages are leased and written, but no length moves; forks still apply.
+    retention
+        ``{label: RetentionPolicy}``, in place of the request's own policy at this step's commit only.
+    combined_labels
+        ``{(label, …): plan label}``: packs these labels into one plan label, label by label, batch order inside.
+        A label without an entry is its own plan label.
+    """
+
+    segments: tuple[Segment, ...] = attrs.field(converter=tuple)
+    pre_forks: tuple[LabelFork | StreamFork, ...] = attrs.field(default=(), converter=_forks)
+    post_forks: tuple[LabelFork | StreamFork, ...] = attrs.field(default=(), converter=_forks)
+    commit: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
+    retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=dict)
+    combined_labels: Mapping[tuple[str, ...], str] = attrs.field(
+        factory=dict, converter=lambda m: {_names(k): v for k, v in dict(m).items()}
+    )
+    # Set by the transitions: the streams this step names, valid for one state until its set of streams changes.
+    _resolved: Any = attrs.field(default=None, init=False, eq=False, repr=False)
+    plain: bool = attrs.field(init=False, eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        for segment in self.segments:
+            if not isinstance(segment, Segment):
+                raise ValueError(f"a step is made of Segments, got {segment!r}")
+        present = {segment.label for segment in self.segments}
+        combined: set[str] = set()
+        names: set[str] = set()
+        for labels, plan_label in self.combined_labels.items():
+            if not isinstance(plan_label, str) or not plan_label:
+                raise ValueError(f"a plan label must be a non-empty string, got {plan_label!r}")
+            for label in labels:
+                if label not in present:
+                    raise ValueError(
+                        f"combined label {label!r} of {plan_label!r} has no segment in this step; leave it out"
+                    )
+                if label in combined:
+                    raise ValueError(f"label {label!r} is combined twice; a label goes into one plan label")
+                combined.add(label)
+            if plan_label in names or (plan_label in present and plan_label not in labels):
+                raise ValueError(f"plan label {plan_label!r} is already taken in this step; choose another name")
+            names.add(plan_label)
+        for forks in (self.pre_forks, self.post_forks):
+            targets = [fork.target for fork in self.stream_forks(forks)]
+            for target in targets:
+                if targets.count(target) > 1:
+                    raise ValueError(f"{target} is the target of two forks at once; a stream takes one source")
+        keys = [(segment.request, segment.label) for segment in self.segments]
+        plain = (
+            self.commit
+            and not (self.pre_forks or self.post_forks or self.retention)
+            and all(segment.request is not None and segment.span for segment in self.segments)
+            and len(set(keys)) == len(keys)
+        )
+        object.__setattr__(self, "plain", plain)
+
+    def requests(self) -> tuple[str, ...]:
+        """Return the requests of the segments, in order of first appearance, padding left out."""
+        return tuple(dict.fromkeys(s.request for s in self.segments if s.request is not None))
+
+    def stream_forks(self, forks: Sequence[LabelFork | StreamFork]) -> list[StreamFork]:
+        """Return `forks` with every label fork written out for each request of the step."""
+        pairs: list[StreamFork] = []
+        for fork in forks:
+            if isinstance(fork, StreamFork):
+                pairs.append(fork)
+            else:
+                pairs.extend(
+                    StreamFork(StreamId(request, fork.source), StreamId(request, fork.target))
+                    for request in self.requests()
+                )
+        return pairs
+
+
+@attrs.frozen
+class Record:
+    """What one rank publishes of one stream.
+
+    `pages` has one tuple per group and is empty while the bytes are on the host. `address` is the transfer descriptor:
+    what a transport needs to reach the pages. A reader copies, then asks whether (`incarnation`, `epoch`) still holds.
+    """
+
+    length: int
+    released: int
+    page_size: int
+    pages: tuple[tuple[int, ...], ...]
+    on_host: bool
+    address: str
+    incarnation: int
+    epoch: int
+
+    def newer(self, other: Record) -> bool:
+        """Tell whether this record replaces `other`: never an older or a shorter one."""
+        if (self.incarnation, self.epoch) != (other.incarnation, other.epoch):
+            later = (self.incarnation, self.epoch) > (other.incarnation, other.epoch)
+            return later and (self.incarnation > other.incarnation or self.length >= other.length)
+        return self.length >= other.length
+
+
+@attrs.frozen
+class Publication:
+    """What the ranks of one worker publish of one request: ``{rank: {label: Record}}``."""
+
+    request: str
+    world_size: int
+    ranks: Mapping[int, Mapping[str, Record]]
+
+    def merge(self, other: Publication) -> Publication:
+        """Return both in one, per rank and label; an older or shorter record never overwrites.
+
+        Raises
+        ------
+        ValueError
+            When the two speak of different requests or world sizes.
+        """
+        if (self.request, self.world_size) != (other.request, other.world_size):
+            raise ValueError(
+                f"cannot merge {self.request!r} (world size {self.world_size}) "
+                f"with {other.request!r} (world size {other.world_size})"
+            )
+        ranks: dict[int, dict[str, Record]] = {rank: dict(labels) for rank, labels in self.ranks.items()}
+        for rank, labels in other.ranks.items():
+            mine = ranks.setdefault(rank, {})
+            for label, record in labels.items():
+                if label not in mine or record.newer(mine[label]):
+                    mine[label] = record
+        return Publication(self.request, self.world_size, ranks)

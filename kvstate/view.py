@@ -1,0 +1,256 @@
+"""The view: everything a state holds, as one immutable value.
+
+Promises, explorers, debug mode and refinement read it; two states with equal views behave alike. What a lease's owner was
+told about void rows, and ops not yet handed to the backend, are no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import attrs
+
+from kvstate.arena import Arena
+from kvstate.ordering import Clock
+from kvstate.state import (
+    Fetch,
+    FetchFailed,
+    Fetching,
+    Lease,
+    Offloading,
+    OnHost,
+    Pages,
+    Reloading,
+    Row,
+    State,
+    Stream,
+    Tables,
+    WideRow,
+)
+
+PagesView = tuple[tuple[int, ...], ...]
+"""Pages per group."""
+
+
+@attrs.frozen
+class PoolView:
+    """One group's pages in one tier; `owners`, `sealed` and `fences` are by page."""
+
+    free: tuple[int, ...]
+    owners: tuple[int, ...]
+    sealed: tuple[bool, ...]
+    fences: tuple[Clock, ...]
+
+
+@attrs.frozen
+class StreamView:
+    """One stream. `rows` and `voided` are serials of open leases; `holder` the claim or fetch it waits for, else 0."""
+
+    request: str
+    label: str
+    incarnation: int
+    opened: bool
+    residency: str
+    length: int
+    released: int
+    generation: int
+    epoch: int
+    device: PagesView
+    host: PagesView
+    holder: int
+    error: str
+    rows: tuple[int, ...]
+    voided: tuple[int, ...]
+    held: tuple[tuple[int, PagesView], ...]
+    fork_pending: bool
+    written: Clock
+    used: Clock
+
+
+@attrs.frozen
+class RowView:
+    """What one lease holds on one stream; `reads` are its tables while the step runs."""
+
+    request: str
+    label: str
+    incarnation: int
+    start: int
+    stop: int
+    length: int
+    released: int
+    void: bool
+    reads: PagesView
+    takes: PagesView
+    temps: PagesView
+
+
+@attrs.frozen
+class LeaseView:
+    """One open lease. `number` is 0 until its launch was left."""
+
+    serial: int
+    status: str
+    number: int
+    abort_requested: bool
+    rows: tuple[RowView, ...]
+    void_places: tuple[int, ...]
+
+
+@attrs.frozen
+class ClaimView:
+    """One open claim: what it owns, a stream after the other (a page shared by two labels appears twice)."""
+
+    serial: int
+    kind: str
+    request: str
+    incarnation: int
+    labels: tuple[str, ...]
+    device: PagesView
+    host: PagesView
+    failure: str
+
+
+@attrs.frozen
+class StateView:
+    """All of a state. `streams` has those of live requests, in order; `detached` removed ones that leases still name."""
+
+    page_size: int
+    device: tuple[PoolView, ...]
+    host: tuple[PoolView, ...]
+    requests: tuple[tuple[str, int], ...]
+    streams: tuple[StreamView, ...]
+    detached: tuple[StreamView, ...]
+    leases: tuple[LeaseView, ...]
+    claims: tuple[ClaimView, ...]
+
+    def unordered(self) -> StateView:
+        """Return the view with the order of free pages forgotten."""
+        return attrs.evolve(
+            self,
+            device=tuple(attrs.evolve(pool, free=tuple(sorted(pool.free))) for pool in self.device),
+            host=tuple(attrs.evolve(pool, free=tuple(sorted(pool.free))) for pool in self.host),
+        )
+
+    def digest(self) -> str:
+        """Return a short hash that is equal exactly for equal views."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def _arena(arena: Arena) -> tuple[PoolView, ...]:
+    return tuple(
+        PoolView(tuple(pool.free), tuple(pool.owners), tuple(map(bool, pool.sealed)), tuple(pool.fences))
+        for pool in arena.pools
+    )
+
+
+def _tables(tables: Tables) -> PagesView:
+    return tuple(tuple(table) for table in tables)
+
+
+def _pages(*pages: Pages) -> PagesView:
+    return tuple(tuple(page for part in parts for page in part) for parts in zip(*pages, strict=True))
+
+
+def _stream(stream: Stream) -> StreamView:
+    residency = stream.residency
+    device: Tables = residency.tables
+    host: Tables = ()
+    holder, error = 0, ""
+    if isinstance(residency, OnHost):
+        host = residency.host
+    elif isinstance(residency, (Offloading, Reloading)):
+        holder = residency.claim.serial
+    elif isinstance(residency, Fetching):
+        device, holder = residency.device, residency.fetch.serial
+    elif isinstance(residency, FetchFailed):
+        device, error = residency.device, residency.error
+    return StreamView(
+        request=stream.request.id,
+        label=stream.label,
+        incarnation=stream.request.incarnation,
+        opened=stream.opened,
+        residency=residency.name,
+        length=stream.length,
+        released=stream.released,
+        generation=stream.generation,
+        epoch=stream.epoch,
+        device=_tables(device),
+        host=_tables(host),
+        holder=holder,
+        error=error,
+        rows=tuple(row.lease.serial for row in stream.rows),
+        voided=tuple(row.lease.serial for row in stream.voided),
+        held=tuple((serial, _pages(pages)) for serial, pages in sorted(stream.held.items())),
+        fork_pending=stream.pending_fork is not None,
+        written=stream.written,
+        used=stream.used,
+    )
+
+
+def _row(row: Row, groups: int) -> RowView:
+    nothing: PagesView = ((),) * groups
+    return RowView(
+        request=row.stream.request.id,
+        label=row.stream.label,
+        incarnation=row.stream.request.incarnation,
+        start=row.start,
+        stop=row.stop,
+        length=row.length,
+        released=row.released,
+        void=row.void,
+        reads=_tables(row.step_tables),
+        takes=_pages(row.takes) if isinstance(row, WideRow) else nothing,
+        temps=_pages(row.temps, row.tails) if isinstance(row, WideRow) else nothing,
+    )
+
+
+def _lease(lease: Lease, groups: int) -> LeaseView:
+    return LeaseView(
+        lease.serial,
+        lease.status.value,
+        lease.number,
+        lease.abort_requested,
+        tuple(_row(row, groups) for row in lease.rows),
+        lease.void_places(),
+    )
+
+
+def view(state: State) -> StateView:
+    """Return the view of `state`. The caller holds the lock."""
+    groups = len(state.device.pools)
+    attached = [stream for request in state.requests.values() for stream in request.streams.values()]
+    known = {id(stream) for stream in attached}
+    detached: dict[int, Stream] = {}
+    for lease in state.leases.values():
+        for row in lease.rows:
+            if id(row.stream) not in known:
+                detached[id(row.stream)] = row.stream
+    claims = []
+    for claim in state.claims.values():
+        if isinstance(claim, Fetch):
+            stream = claim.stream
+            claims.append(
+                ClaimView(
+                    claim.serial, "retrieve", stream.request.id, stream.request.incarnation, (stream.label,),
+                    _pages(claim.owned), ((),) * groups, "",
+                )
+            )  # fmt: skip
+            continue
+        device = tuple(tuple(p for part in claim.parts for p in part.device[group]) for group in range(groups))
+        host = tuple(tuple(p for part in claim.parts for p in part.host[group]) for group in range(groups))
+        claims.append(
+            ClaimView(
+                claim.serial, claim.verb, claim.request.id, claim.request.incarnation,
+                tuple(part.stream.label for part in claim.parts), device, host, claim.failure or "",
+            )
+        )  # fmt: skip
+    return StateView(
+        page_size=state.page_size,
+        device=_arena(state.device),
+        host=_arena(state.host),
+        requests=tuple((request.id, request.incarnation) for request in state.requests.values()),
+        streams=tuple(_stream(stream) for stream in attached),
+        detached=tuple(_stream(stream) for stream in detached.values()),
+        leases=tuple(_lease(lease, groups) for lease in state.leases.values()),
+        claims=tuple(claims),
+    )
