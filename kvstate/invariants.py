@@ -1,7 +1,7 @@
 """Promises: what always holds, as predicates over the view, one English sentence each.
 
-Hypothesis, explorers, debug mode, replay and docs/semantics.md read this one list. A predicate returns None when it holds
-and otherwise says what it saw. Those that speak of change get the view before the transition and the verb.
+Hypothesis, explorers, debug mode, replay and docs/semantics.md read this one list. A predicate returns None when it
+holds and otherwise says what it saw. Those that speak of change get the view before the transition and the verb.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def pages_conserve(view: StateView) -> str | None:
                     for _, pages in stream.held:
                         listed.update(pages[group])
             for claim in view.claims:
-                listed.update(_of(claim.device if tier == "device" else claim.host, group))
+                listed.update(claim.device(group) if tier == "device" else claim.host(group))
             if tier == "device":
                 for lease in view.leases:
                     for row in lease.rows:
@@ -112,7 +112,7 @@ def _of(pages: tuple[tuple[int, ...], ...], group: int) -> tuple[int, ...]:
 
 @always
 def one_page_one_writer(view: StateView) -> str | None:
-    """A device page is written by at most one stream's open steps, by one fetch, or by one reload, never by two of them."""
+    """A device page is written by at most one stream's open steps, one fetch or one reload, never by two of them."""
     for group in range(len(view.device)):
         writers: dict[int, str] = {}
         for _, row in _live(view):
@@ -122,7 +122,7 @@ def one_page_one_writer(view: StateView) -> str | None:
                     return f"device page {page} is written by {writers[page]} and by {who}"
         for claim in view.claims:
             if claim.kind != "offload":
-                for page in set(claim.device[group]):
+                for page in set(claim.device(group)):
                     who = f"{claim.kind} {claim.serial}"
                     if writers.setdefault(page, who) != who:
                         return f"device page {page} is written by {writers[page]} and by {who}"
@@ -189,7 +189,7 @@ def residency_agrees(view: StateView) -> str | None:
 def a_leased_page_is_neither_free_nor_claimed(view: StateView) -> str | None:
     """No page that an open step which counts reads or writes is free, or owned by an offload or reload claim."""
     for group, pool in enumerate(view.device):
-        claimed = {page for claim in view.claims if claim.kind != "retrieve" for page in claim.device[group]}
+        claimed = {page for claim in view.claims if claim.kind != "retrieve" for page in claim.device(group)}
         for _, row in _live(view):
             for page in row.reads[group][: -(-row.stop // view.page_size)]:
                 if not pool.owners[page]:
@@ -208,7 +208,9 @@ def a_launched_step_keeps_its_pages(view: StateView) -> str | None:
                 for group, pool in enumerate(view.device):
                     for page in row.reads[group][: -(-row.stop // view.page_size)]:
                         if not pool.owners[page]:
-                            return f"page {page} of {row.request}/{row.label} is free under launched step {lease.serial}"
+                            return (
+                                f"page {page} of {row.request}/{row.label} is free under launched step {lease.serial}"
+                            )
     return None
 
 
@@ -237,7 +239,7 @@ def _same_streams(before: StateView, now: StateView) -> Iterator[tuple[StreamVie
 
 @change
 def lengths_change_only_in_commit_landing_and_reset(before: StateView, now: StateView, verb: str) -> str | None:
-    """A stream's length and released tokens change in commit, landing and reset (also of a failed fork), nowhere else."""
+    """A stream's length and released tokens change in commit, landing and reset (a failed fork too), nowhere else."""
     if verb in MOVES_LENGTHS:
         return None
     for was, stream in _same_streams(before, now):

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvstate import invariants, view
-from kvstate.backend import Backend, Cancelled, Failed, Landed, Transport
+from kvstate.backend import Backend, Cancelled, Failed, Landed, Outcome, Transport
 from kvstate.errors import LockHeld, Poisoned, Refused, SubmitError
 from kvstate.ops import FetchBegin, FetchEnd, Op, Plan, StepBegin, StepEnd
 from kvstate.ordering import Clock
@@ -89,8 +89,8 @@ class KVManager:
 
     Notes
     -----
-    Every verb returns its outcome or a Refusal. Blocking verbs raise LockHeld when the calling thread holds a lock of the
-    manager.
+    Every verb returns its outcome or a Refusal. Blocking verbs raise LockHeld when the calling thread holds a lock of
+    the manager.
     """
 
     # The one state lock. It guards the State and all that hangs from it (streams, rows, leases, claims, arenas, outbox)
@@ -188,7 +188,9 @@ class KVManager:
     def _poison(self, error: BaseException) -> None:
         with self._lock:
             self._dead = ManagerPoisoned(error=f"{type(error).__name__}: {error}")
-        raise Poisoned(f"the device failed after a submit: {error}; its memory is unknown, build a new manager") from error
+        raise Poisoned(
+            f"the device failed after a submit: {error}; its memory is unknown, build a new manager"
+        ) from error
 
     def _unlocked(self) -> None:
         for lock in (self._lock, self._submission):
@@ -299,15 +301,13 @@ class KVManager:
         """Return the requests that an offload would gain from: higher `offload_priority` first, then the newest."""
         self.poll()
         with self._lock:
-            ranked = sorted(
-                self._state.requests.values(), key=lambda r: (-r.config.offload_priority, -r.incarnation)
-            )
+            ranked = sorted(self._state.requests.values(), key=lambda r: (-r.config.offload_priority, -r.incarnation))
             return tuple(r.id for r in ranked if offload.reclaimable(self._state, r.id))
 
     # -- publish and retrieve
 
     def publish(self, request: str) -> Publication | None:
-        """Say what other workers may read of `request`: bytes that the host has seen complete. None when it is unknown."""
+        """Say what other workers may read of `request`: bytes the host has seen complete. None when it is unknown."""
         self._unlocked()
         self.poll()
         noted = self.snapshot(request)
@@ -353,13 +353,13 @@ class KVManager:
         with self._lock:
             return retrieve.epoch_holds(self._state, incarnation, label, epoch)
 
-    def poll(self) -> int:
-        """Take note of fetches that ended, tell the transport of cancels; return how many ended.
+    def poll(self) -> tuple[tuple[Fetch, Outcome], ...]:
+        """Take note of fetches that ended, tell the transport of cancels; return what ended and how.
 
         Every verb that a scheduler may stand still on calls this.
         """
         if self.transport is None:
-            return 0
+            return ()
         with self._lock:
             told = [
                 claim
@@ -378,7 +378,7 @@ class KVManager:
                 self._locked("failed", retrieve.failed, fetch, outcome.error)
             elif isinstance(outcome, Cancelled):
                 self._locked("cancelled", retrieve.cancelled, fetch)
-        return len(ended)
+        return tuple(ended)
 
     # -- the whole
 

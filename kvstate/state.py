@@ -5,7 +5,7 @@ Who owns a page (``Arena`` counts owners, the view lists them)::
     stream table   content pages, then surplus pages (kept by a reset, or behind rejected tokens)
     lease row      `takes`: granted or shared for the stream, its own at commit · `temps`: returned at commit ·
                    `tails`: for the last page of a post-fork
-    held           pages that left a stream while leases were open on it, kept for the youngest of those leases
+    held           pages that left a stream while leases were open that may use them, until the last of those ended
     claim          the device and host pages an offload or reload moves · the pages a fetch writes
 
 Streams, leases and claims are identities: a late commit compares objects, never names or counters.
@@ -158,6 +158,14 @@ Residency = OnDevice | Offloading | OnHost | Reloading | Fetching | FetchFailed 
 GONE = Gone()
 
 
+@attrs.define(eq=False)
+class Held:
+    """Pages that left a stream while leases were open that may use them: the serials of those, and the pages."""
+
+    behind: set[int]
+    pages: Pages
+
+
 class Stream:
     """One token history.
 
@@ -182,7 +190,7 @@ class Stream:
         self.used: Clock = NOTHING
         self.rows: list[Row] = []
         self.voided: list[Row] = []
-        self.held: dict[int, Pages] = {}
+        self.held: list[Held] = []
         self.retention: RetentionPolicy | None = request.config.retention.get(label)
         self.pending_fork: Lease | None = None
         self.opened = False
@@ -404,6 +412,8 @@ class Fetch:
     cancel_requested: bool = False
     cancel_told: bool = False
     open: bool = True
+
+    verb: ClassVar[str] = "retrieve"
 
     def __repr__(self) -> str:
         return f"<fetch {self.serial} of {self.stream}>"

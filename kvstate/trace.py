@@ -1,7 +1,7 @@
 """The one event schema: what a program, a recorded trace, a replay file and an explorer's path are made of.
 
-One event is one critical section: a verb, its arguments, and what came of it. Leases, claims and fetches appear by serial.
-Recording appends a value under the lock; everything is formatted outside it.
+One event is one critical section: a verb, its arguments, and what came of it. Leases, claims and fetches appear by
+serial. Recording appends a value under the lock; everything is formatted outside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstate.types import (
     StreamId,
 )
 
-_VALUES: tuple[type, ...] = (
+_VALUES: tuple[type[Any], ...] = (
     LabelFork, Publication, Record, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId,
 )  # fmt: skip
 _BY_NAME = {cls.__name__: cls for cls in _VALUES}
@@ -92,7 +92,9 @@ def decode(value: Any) -> Any:
 def line(event: Event) -> str:
     """Return one event as a line of JSON."""
     outcome = f"refused {type(event.result).__name__}" if isinstance(event.result, Refusal) else "done"
-    return json.dumps({"verb": event.verb, "args": encode(event.args), "outcome": outcome, "result": encode(event.result)})
+    return json.dumps(
+        {"verb": event.verb, "args": encode(event.args), "outcome": outcome, "result": encode(event.result)}
+    )
 
 
 def lines(events: Iterable[Event]) -> str:

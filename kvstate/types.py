@@ -39,6 +39,14 @@ def _names(values: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
+def _labels_by_key(values: Mapping[Any, Iterable[str]]) -> dict[Any, tuple[str, ...]]:
+    return {key: _names(labels) for key, labels in dict(values).items()}
+
+
+def _plan_labels(values: Mapping[Iterable[str], str]) -> dict[tuple[str, ...], str]:
+    return {_names(labels): plan_label for labels, plan_label in dict(values).items()}
+
+
 @attrs.frozen
 class StreamId:
     """Names one token history: a request and one of its labels."""
@@ -119,6 +127,14 @@ class RetentionPolicy:
     protected_prefix: int = attrs.field(default=0, validator=_not_negative)
 
 
+def _policies(values: Mapping[str, RetentionPolicy]) -> dict[str, RetentionPolicy]:
+    policies = dict(values)
+    for label, policy in policies.items():
+        if not isinstance(policy, RetentionPolicy):
+            raise ValueError(f"retention of label {label!r} must be a RetentionPolicy, got {policy!r}")
+    return policies
+
+
 @attrs.frozen
 class RequestConfig:
     """What one request needs; the most specific entry wins.
@@ -136,13 +152,9 @@ class RequestConfig:
     """
 
     labels: tuple[str, ...] = attrs.field(default=(MAIN,), converter=_names)
-    node_labels: Mapping[str, tuple[str, ...]] = attrs.field(
-        factory=dict, converter=lambda m: {k: _names(v) for k, v in dict(m).items()}
-    )
-    walk_labels: Mapping[tuple[str, str], tuple[str, ...]] = attrs.field(
-        factory=dict, converter=lambda m: {k: _names(v) for k, v in dict(m).items()}
-    )
-    retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=dict)
+    node_labels: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_key)
+    walk_labels: Mapping[tuple[str, str], tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_key)
+    retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=_policies)
     offload_priority: int = attrs.field(default=0, validator=attrs.validators.instance_of(int))
 
     def labels_needed(self, node: str | None = None, walk: str | None = None) -> tuple[str, ...]:
@@ -233,10 +245,8 @@ class Step:
     pre_forks: tuple[LabelFork | StreamFork, ...] = attrs.field(default=(), converter=_forks)
     post_forks: tuple[LabelFork | StreamFork, ...] = attrs.field(default=(), converter=_forks)
     commit: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
-    retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=dict)
-    combined_labels: Mapping[tuple[str, ...], str] = attrs.field(
-        factory=dict, converter=lambda m: {_names(k): v for k, v in dict(m).items()}
-    )
+    retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=_policies)
+    combined_labels: Mapping[tuple[str, ...], str] = attrs.field(factory=dict, converter=_plan_labels)
     # Set by the transitions: the streams this step names, valid for one state until its set of streams changes.
     _resolved: Any = attrs.field(default=None, init=False, eq=False, repr=False)
     plain: bool = attrs.field(init=False, eq=False, repr=False)

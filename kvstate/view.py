@@ -1,7 +1,7 @@
 """The view: everything a state holds, as one immutable value.
 
-Promises, explorers, debug mode and refinement read it; two states with equal views behave alike. What a lease's owner was
-told about void rows, and ops not yet handed to the backend, are no part of it.
+Promises, explorers, debug mode and refinement read it; two states with equal views behave alike. What a lease's owner
+was told about void rows, and ops not yet handed to the backend, are no part of it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StreamView:
     error: str
     rows: tuple[int, ...]
     voided: tuple[int, ...]
-    held: tuple[tuple[int, PagesView], ...]
+    held: tuple[tuple[tuple[int, ...], PagesView], ...]
     fork_pending: bool
     written: Clock
     used: Clock
@@ -97,22 +97,37 @@ class LeaseView:
 
 
 @attrs.frozen
+class PartView:
+    """What an open claim owns of one stream."""
+
+    label: str
+    device: PagesView
+    host: PagesView
+
+
+@attrs.frozen
 class ClaimView:
-    """One open claim: what it owns, a stream after the other (a page shared by two labels appears twice)."""
+    """One open claim or fetch. A page that two labels share is in both parts."""
 
     serial: int
     kind: str
     request: str
     incarnation: int
-    labels: tuple[str, ...]
-    device: PagesView
-    host: PagesView
+    parts: tuple[PartView, ...]
     failure: str
+
+    def device(self, group: int) -> tuple[int, ...]:
+        """Return the device pages it owns in `group`."""
+        return tuple(page for part in self.parts for page in part.device[group])
+
+    def host(self, group: int) -> tuple[int, ...]:
+        """Return the host pages it owns in `group`."""
+        return tuple(page for part in self.parts for page in part.host[group])
 
 
 @attrs.frozen
 class StateView:
-    """All of a state. `streams` has those of live requests, in order; `detached` removed ones that leases still name."""
+    """All of a state. `streams` are those of live requests; `detached` are removed ones that leases still name."""
 
     page_size: int
     device: tuple[PoolView, ...]
@@ -180,7 +195,7 @@ def _stream(stream: Stream) -> StreamView:
         error=error,
         rows=tuple(row.lease.serial for row in stream.rows),
         voided=tuple(row.lease.serial for row in stream.voided),
-        held=tuple((serial, _pages(pages)) for serial, pages in sorted(stream.held.items())),
+        held=tuple((tuple(sorted(held.behind)), _pages(held.pages)) for held in stream.held),
         fork_pending=stream.pending_fork is not None,
         written=stream.written,
         used=stream.used,
@@ -227,23 +242,15 @@ def view(state: State) -> StateView:
                 detached[id(row.stream)] = row.stream
     claims = []
     for claim in state.claims.values():
+        parts: tuple[PartView, ...]
         if isinstance(claim, Fetch):
             stream = claim.stream
-            claims.append(
-                ClaimView(
-                    claim.serial, "retrieve", stream.request.id, stream.request.incarnation, (stream.label,),
-                    _pages(claim.owned), ((),) * groups, "",
-                )
-            )  # fmt: skip
-            continue
-        device = tuple(tuple(p for part in claim.parts for p in part.device[group]) for group in range(groups))
-        host = tuple(tuple(p for part in claim.parts for p in part.host[group]) for group in range(groups))
-        claims.append(
-            ClaimView(
-                claim.serial, claim.verb, claim.request.id, claim.request.incarnation,
-                tuple(part.stream.label for part in claim.parts), device, host, claim.failure or "",
-            )
-        )  # fmt: skip
+            fetched = PartView(stream.label, _pages(claim.owned), ((),) * groups)
+            request, parts, failure = stream.request, (fetched,), ""
+        else:
+            request, failure = claim.request, claim.failure or ""
+            parts = tuple(PartView(p.stream.label, _tables(p.device), _tables(p.host)) for p in claim.parts)
+        claims.append(ClaimView(claim.serial, claim.verb, request.id, request.incarnation, parts, failure))
     return StateView(
         page_size=state.page_size,
         device=_arena(state.device),

@@ -1,6 +1,7 @@
 """Transitions: every change of a State, one function each; atomic under the manager's lock.
 
-`VERBS` names them as traces, replay and docs/semantics.md do. Each first docstring line is the verb, the second its arrow.
+`VERBS` names them as traces, replay and docs/semantics.md do. A docstring's first line is the verb, its second the
+arrow.
 """
 
 from __future__ import annotations

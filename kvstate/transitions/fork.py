@@ -53,5 +53,5 @@ def apply_post_forks(state: State, lease: Lease, forks: list[Fork]) -> None:
         for fork in forks:
             fork.source.stream.used = merge(fork.source.stream.used, at(Queue.COMPUTE, op.number))
             fork.target.stream.written = merge(fork.target.stream.written, at(Queue.COMPUTE, op.number))
-    for fork, old in leaving:
-        leave(state, fork.target.stream, old)
+    for fork, left in leaving:
+        leave(state, fork.target.stream, left)

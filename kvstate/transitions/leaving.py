@@ -1,33 +1,40 @@
 """How pages leave a stream, how segments go void, how a lease's row ends. Shared by every transition that takes away.
 
-The one rule: pages that leave a stream while leases are open on it are held for the youngest of them; when that lease
-ends, for the youngest open one older than it (a younger one never saw them); the last to end drops them, with every use
-the stream knows.
+The one rule: pages that leave while leases are open that may use them are held until the last of those has ended, and only
+then dropped, with every use that the stream knows. A lease admitted later never saw them and holds nothing up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvstate.ordering import NOTHING, Queue, at, merge
-from kvstate.state import Row, State, Stream, WideRow
+from kvstate.ordering import NOTHING, Clock, Queue, at, merge
+from kvstate.state import FetchFailed, Fetching, Held, Row, State, Stream, WideRow
 
 
-def hold(state: State, stream: Stream, serial: int, pages: Sequence[Iterable[int]]) -> None:
-    """Keep `pages` for lease `serial`."""
-    held = stream.held.get(serial)
-    if held is None:
-        held = stream.held[serial] = state.no_pages()
-    for mine, own in zip(held, pages, strict=True):
-        mine.extend(own)
+def release(state: State, stream: Stream, pages: Sequence[Iterable[int]], behind: set[int], uses: Clock) -> int:
+    """Drop `pages` with `uses`, or hold them while the leases `behind` are open; return how many became free."""
+    if behind:
+        stream.held.append(Held(behind, tuple(list(own) for own in pages)))
+        return 0
+    return state.device.drop(pages, uses)
+
+
+def open_on(stream: Stream) -> set[int]:
+    """Return the serials of the open leases on a stream, void rows included."""
+    return {row.lease.serial for row in stream.rows} | {row.lease.serial for row in stream.voided}
 
 
 def leave(state: State, stream: Stream, pages: Sequence[Iterable[int]]) -> int:
     """End the stream's ownership of `pages`; return how many became free."""
-    if stream.rows or stream.voided:
-        hold(state, stream, max(row.lease.serial for row in (*stream.rows, *stream.voided)), pages)
-        return 0
-    return state.device.drop(pages, merge(stream.used, stream.written))
+    behind = open_on(stream) if stream.rows or stream.voided else set()
+    return release(state, stream, pages, behind, merge(stream.used, stream.written))
+
+
+def leave_claim(state: State, stream: Stream, pages: Sequence[Iterable[int]], serial: int) -> int:
+    """End the ownership of a stream's pages by claim `serial`: only leases older than the claim may use them."""
+    behind = {lease for lease in open_on(stream) if lease < serial}
+    return release(state, stream, pages, behind, merge(stream.used, stream.written))
 
 
 def content_pages(state: State, stream: Stream) -> int:
@@ -61,51 +68,53 @@ def void_above(row: Row) -> None:
 
 
 def end_row(state: State, row: Row) -> None:
-    """Take a row off its stream: record its use, pass on what it held, drop a stream that nobody opened."""
+    """Take a row off its stream: record its use, drop what only it held up, forget a stream that nobody opened."""
     stream, lease = row.stream, row.lease
     (stream.voided if row.void else stream.rows).remove(row)
     if lease.number:
         stream.used = merge(stream.used, at(Queue.COMPUTE, lease.number))
     if stream.pending_fork is lease:
         stream.pending_fork = None
-    pass_on(state, stream, lease.serial)
-    if not stream.opened and not stream.rows and not stream.voided:
+    if stream.held:
+        stop_holding(state, stream, lease.serial)
+    if not stream.opened:
         forget(state, stream)
 
 
-def pass_on(state: State, stream: Stream, serial: int) -> None:
-    """Hand what was held for lease `serial` to the youngest open lease older than it, or drop it."""
-    held = stream.held.pop(serial, None)
-    if held is None:
-        return
-    older = [row.lease.serial for row in (*stream.rows, *stream.voided) if row.lease.serial < serial]
-    if older:
-        hold(state, stream, max(older), held)
-    else:
-        state.device.drop(held, merge(stream.used, stream.written))
+def stop_holding(state: State, stream: Stream, serial: int) -> None:
+    """Note that lease `serial` has ended: what was held for it alone is dropped."""
+    held = stream.held
+    stream.held = []
+    for pages in held:
+        pages.behind.discard(serial)
+        if pages.behind:
+            stream.held.append(pages)
+        else:
+            state.device.drop(pages.pages, merge(stream.used, stream.written))
 
 
 def forget(state: State, stream: Stream) -> None:
-    """Take an unopened stream that owns nothing out of its request."""
-    if stream.request.streams.get(stream.label) is stream and not any(t.count for t in stream.residency.tables):
-        del stream.request.streams[stream.label]
-        state.topology += 1
+    """Take a stream out of its request when it was never opened, owns nothing and no lease names it."""
+    if stream.opened or stream.rows or stream.voided or any(table.count for table in stream.residency.tables):
+        return
+    if isinstance(stream.residency, (Fetching, FetchFailed)) or stream.request.streams.get(stream.label) is not stream:
+        return
+    del stream.request.streams[stream.label]
+    state.topology += 1
 
 
 def give_back(state: State, row: Row) -> None:
-    """Return what an ended row had taken: held for the youngest lease above it, else dropped.
+    """Return what an ended row had taken; the rows above it, void by now, may still use it.
 
     A grant never used gives its fences back unchanged.
     """
     if not isinstance(row, WideRow):
         return
     stream, lease = row.stream, row.lease
-    above = [other.lease.serial for other in (*stream.rows, *stream.voided) if other.lease.serial > lease.serial]
+    above = {serial for serial in open_on(stream) if serial > lease.serial}
     for pages in (row.takes, row.temps, row.tails):
-        if above:
-            hold(state, stream, max(above), pages)
-        else:
-            state.device.drop(pages, stream.used if lease.number else NOTHING)
+        if any(pages):
+            release(state, stream, pages, set(above), stream.used if lease.number else NOTHING)
 
 
 def end_without_effect(state: State, row: Row) -> None:

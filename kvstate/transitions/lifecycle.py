@@ -124,8 +124,7 @@ def reset(state: State, request: str, free: bool = True) -> Emptied | Refusal:
         freed, stayed = _empty(state, stream, not free)
         released += freed
         kept += stayed
-        if not stream.opened and not stream.voided:
-            forget(state, stream)
+        forget(state, stream)
     return Emptied(request, released, kept)
 
 
@@ -189,5 +188,5 @@ def op_failed(state: State, op: Op, error: str) -> None:
     else:
         for fork in owner.forks:
             stream = fork.target.stream
-            if not fork.pre and stream.request.streams.get(stream.label) is stream and stream.residency is not GONE:
+            if stream.request.streams.get(stream.label) is stream and stream.residency is not GONE:
                 _empty(state, stream, False)

@@ -9,7 +9,7 @@ from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
 from kvstate.refusals import ClaimEnded, HostExhausted, NoHostPool, Refusal, StreamNotOnDevice
 from kvstate.state import OffloadClaim, Offloading, OnDevice, OnHost, Part, State, Table
 from kvstate.transitions.claim import committable, end_claim, fetch_in_the_way, known, lease_in_the_way
-from kvstate.transitions.leaving import content_pages, leave, void_from
+from kvstate.transitions.leaving import content_pages, forget, leave_claim, void_from
 
 
 @attrs.frozen
@@ -86,8 +86,8 @@ def claim_offload(
         for group in groups:
             target = moved[group]
             content = stream.residency.tables[group].part(0, content_pages(state, stream))
-            pages = [target[page] for page in content]
-            host.append(Table(pages, len(pages)))
+            host_pages = [target[page] for page in content]
+            host.append(Table(host_pages, len(host_pages)))
         parts.append(Part(stream, stream.residency.tables, tuple(host)))
         stream.residency = Offloading(claim)
     claim.parts = tuple(parts)
@@ -136,10 +136,12 @@ def commit_offload(state: State, claim: OffloadClaim) -> Offloaded | Abandoned |
             stream.residency = OnHost(part.host, copy, NOTHING)
             stream.generation += 1
             stream.epoch += 1
+            if not stream.opened:
+                forget(state, stream)
         else:
             orphaned = True
             state.host.drop(part.host, copy)
-        released += leave(state, stream, part.device)
+        released += leave_claim(state, stream, part.device, claim.serial)
     return Abandoned(claim.request.id, True) if orphaned else Offloaded(claim.request.id, released)
 
 
@@ -164,7 +166,7 @@ def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
             stream.residency = OnDevice(part.device, state.room(stream, stream.length, stream.retention))
         else:
             orphaned = True
-            leave(state, stream, part.device)
+            leave_claim(state, stream, part.device, claim.serial)
     return Abandoned(claim.request.id, orphaned)
 
 

@@ -9,7 +9,7 @@ from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
 from kvstate.refusals import ClaimEnded, NotOnHost, PagesExhausted, Refusal, TooLarge
 from kvstate.state import OnDevice, OnHost, Part, ReloadClaim, Reloading, State, Stream, Table
 from kvstate.transitions.claim import committable, end_claim, known
-from kvstate.transitions.leaving import leave
+from kvstate.transitions.leaving import forget
 from kvstate.transitions.offload import Abandoned
 from kvstate.transitions.reserve import Reservation
 from kvstate.types import Step
@@ -80,15 +80,15 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
         device = []
         for group, pool in enumerate(state.device.pools):
             host = residency.host[group]
-            pages = [moved[group][page] for page in host]
-            pool.share(page for page in pages if page in seen[group])
-            seen[group].update(pages)
+            back = [moved[group][page] for page in host]
+            pool.share(page for page in back if page in seen[group])
+            seen[group].update(back)
             for page in host.part(0, full):
                 tokens[group][page] = state.page_size
             if rest:
                 tokens[group][host[full]] = rest
-            pages = pages + pool.grant(wants.get(stream.label, 0))
-            device.append(Table(pages, len(pages)))
+            back.extend(pool.grant(wants.get(stream.label, 0)))
+            device.append(Table(back, len(back)))
         parts.append(Part(stream, tuple(device), residency.host))
         residencies.append(residency)
         stream.residency = Reloading(claim)
@@ -131,8 +131,7 @@ def commit_reload(state: State, claim: ReloadClaim) -> Reloaded | Abandoned | Re
             pages += sum(table.count for table in part.device)
         else:
             orphaned = True
-            stream.used = merge(stream.used, copy)
-            leave(state, stream, part.device)
+            state.device.drop(part.device, copy)
     return Abandoned(claim.request.id, True) if orphaned else Reloaded(claim.request.id, pages)
 
 
@@ -153,6 +152,8 @@ def abandon_reload(state: State, claim: ReloadClaim) -> Abandoned | Refusal:
         stream = part.stream
         if isinstance(stream.residency, Reloading) and stream.residency.claim is claim:
             stream.residency = OnHost(before.host, before.written, merge(before.used, copy))
+            if not stream.opened:
+                forget(state, stream)
         else:
             orphaned = True
             state.host.drop(part.host, merge(merge(before.written, before.used), copy))

@@ -124,7 +124,7 @@ class Reservation:
     def simulate(self) -> Refusal | None:
         """Walk the step; return why it cannot run, pages aside."""
         step = self.step
-        grows = {(s.request, s.label) for s in step.segments if s.request is not None and s.span and step.commit}
+        grows = {(s.request, s.label) for s in step.segments if s.request and s.span and step.commit}
         for source, target in self._pairs(step.pre_forks):
             refusal = self._pre_fork(source, target, grows)
             if refusal is not None:
@@ -202,7 +202,7 @@ class Reservation:
         two = self._draft(target)
         return two if isinstance(two, Refusal) else (one, two)
 
-    def _pre_fork(self, source: Key, target: Key, grows: set[tuple[str | None, str]]) -> Refusal | None:
+    def _pre_fork(self, source: Key, target: Key, grows: set[Key]) -> Refusal | None:
         pair = self._pair(source, target)
         if isinstance(pair, Refusal):
             return pair

@@ -115,8 +115,9 @@ def claim_retrieve(
         wanted += count
     short = state.device.short([wanted] * len(state.device.pools))
     if short is not None:
-        if wanted > state.geometry.pages:
-            return TooLarge(request=request, wanted=wanted, capacity=state.geometry.pages)
+        whole = sum(-(-record.length // state.page_size) for _, record, _, _ in plans)
+        if whole > state.geometry.pages:
+            return TooLarge(request=request, wanted=whole, capacity=state.geometry.pages)
         return PagesExhausted(request=request, label=plans[0][0], short=short)
     # Effect.
     fetches = []
@@ -241,8 +242,7 @@ def cancelled(state: State, fetch: Fetch) -> FetchEnded | Refusal:
         assert isinstance(stream.residency, Fetching)
         tables = stream.residency.device
         stream.residency = OnDevice(tables, state.room(stream, stream.length, stream.retention))
-        if not stream.opened:
-            forget(state, stream)
+        forget(state, stream)
     return FetchEnded(stream.request.id, stream.label, "cancelled", not waiting)
 
 

@@ -32,7 +32,7 @@ from kvstate.transitions.leaving import (
     end_row,
     end_without_effect,
     leave,
-    pass_on,
+    stop_holding,
     void_above,
 )
 from kvstate.transitions.reserve import Reservation
@@ -325,7 +325,8 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
             if length == row.room:
                 _seal_last(state, row)
             if stream.held:
-                pass_on(state, stream, serial)
+                stop_holding(state, stream, serial)
+    lease.forks = tuple(forks)
     if forks:
         apply_post_forks(state, lease, forks)
     for fork in post:

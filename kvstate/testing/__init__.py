@@ -1,0 +1,1 @@
+"""The kit: what checks kvstate, and any other engine, in memory."""

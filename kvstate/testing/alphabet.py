@@ -1,0 +1,258 @@
+"""The alphabet: every verb with what it needs and how its arguments are drawn.
+
+One alphabet serves hypothesis and the random walk, and every subject. No letter is shaped to a known bug: arguments are
+drawn from what exists and, now and then, from what does not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import attrs
+
+from kvstate.state import Lease, Status
+from kvstate.testing.world import Node
+from kvstate.types import (
+    LabelFork,
+    Publication,
+    RequestConfig,
+    RetentionPolicy,
+    Segment,
+    Step,
+    StreamFork,
+    StreamId,
+)
+
+T = TypeVar("T")
+
+REQUESTS = ("r", "s", "t")
+LABELS = ("main", "cfg", "beam")
+
+
+class Chooser(Protocol):
+    """Where choices come from: hypothesis, or a seeded generator."""
+
+    def below(self, count: int) -> int:
+        """Return a number of ``0 … count``, the border left out; smaller is simpler."""
+
+
+@attrs.frozen
+class RandomChooser:
+    """Choices of a seeded generator."""
+
+    random: random.Random
+
+    def below(self, count: int) -> int:
+        return int(self.random.random() * count)
+
+
+def pick(choose: Chooser, values: Sequence[T]) -> T:
+    """Return one of `values`; earlier is simpler."""
+    return values[choose.below(len(values))]
+
+
+def chance(choose: Chooser, percent: int) -> bool:
+    """Return True in `percent` of 100 cases; False is simpler."""
+    return choose.below(100) >= 100 - percent
+
+
+@attrs.frozen
+class Letter:
+    """A verb: how often the walk takes it, when it can be called, and how it is drawn and called."""
+
+    verb: str
+    weight: int
+    ready: Callable[[Node], bool]
+    call: Callable[[Node, Chooser], Any]
+
+
+def _request(node: Node, choose: Chooser) -> str:
+    """Return a live request, now and then any."""
+    live = [request for request, _ in node.now.requests]
+    return pick(choose, live) if live and not chance(choose, 4) else pick(choose, REQUESTS)
+
+
+def _stream(node: Node, choose: Chooser) -> StreamId:
+    request = _request(node, choose)
+    known = [s.label for s in node.now.streams if s.request == request and s.opened]
+    label = pick(choose, known) if known and chance(choose, 70) else pick(choose, LABELS)
+    return StreamId(request, label)
+
+
+def _policy(node: Node, choose: Chooser) -> RetentionPolicy:
+    size = node.subject.capacities.page_size
+    return RetentionPolicy(1 + choose.below(3 * size), choose.below(size + 2) if chance(choose, 40) else 0)
+
+
+def _config(node: Node, choose: Chooser) -> RequestConfig | None:
+    if not chance(choose, 25):
+        return None
+    retention = {pick(choose, LABELS): _policy(node, choose)} if chance(choose, 60) else {}
+    return RequestConfig(labels=LABELS[: 1 + choose.below(2)], retention=retention)
+
+
+def _segments(node: Node, choose: Chooser) -> list[Segment]:
+    size = node.subject.capacities.page_size
+    segments = []
+    for _ in range(1 + (choose.below(3) if chance(choose, 50) else 0)):
+        if chance(choose, 6):
+            segments.append(Segment.padding(1 + choose.below(2)))
+            continue
+        stream = _stream(node, choose)
+        span = 1 + choose.below(2 * size) if not chance(choose, 6) else 0
+        if chance(choose, 1):
+            span = 1 + node.subject.capacities.pages * size
+        segments.append(Segment(stream.request, stream.label, span))
+    return segments
+
+
+def _forks(node: Node, choose: Chooser, percent: int) -> list[LabelFork | StreamFork]:
+    forks: list[LabelFork | StreamFork] = []
+    taken: set[StreamId | str] = set()
+    while len(forks) < 2 and chance(choose, percent):
+        if chance(choose, 60):
+            source, target = _stream(node, choose), _stream(node, choose)
+            if source != target and target not in taken and not (taken & set(LABELS)):
+                taken.add(target)
+                forks.append(StreamFork(source, target))
+        else:
+            one, two = pick(choose, LABELS), pick(choose, LABELS)
+            if one != two and not taken:
+                taken.add(two)
+                forks.append(LabelFork(one, two))
+    return forks
+
+
+def _step(node: Node, choose: Chooser) -> Step:
+    segments = _segments(node, choose)
+    retention = {pick(choose, LABELS): _policy(node, choose)} if chance(choose, 5) else {}
+    return Step(
+        segments,
+        pre_forks=_forks(node, choose, 18),
+        post_forks=_forks(node, choose, 18),
+        commit=not chance(choose, 8),
+        retention=retention,
+    )
+
+
+def _accepted(lease: Lease, choose: Chooser) -> tuple[int, ...] | None:
+    """Return None, or counts of which each stream gets a prefix of its tokens."""
+    if not chance(choose, 30):
+        return None
+    counts: list[int] = []
+    closed: set[tuple[str | None, str]] = set()
+    for segment in lease.step.segments:
+        key = (segment.request, segment.label)
+        count = 0 if key in closed else choose.below(segment.span + 1)
+        if count < segment.span and segment.request is not None:
+            closed.add(key)
+        counts.append(count)
+    return tuple(counts)
+
+
+def _leases(node: Node, *statuses: Status) -> list[Lease]:
+    return [lease for lease in node.leases if lease.status in statuses]
+
+
+def _some_lease(node: Node, choose: Chooser, *statuses: Status) -> Lease:
+    """Return a lease in one of `statuses`, now and then any lease there ever was."""
+    fitting = _leases(node, *statuses)
+    if fitting and not chance(choose, 4):
+        return pick(choose, fitting)
+    return pick(choose, node.every_lease[-6:])
+
+
+def _commit(node: Node, choose: Chooser) -> Any:
+    lease = _some_lease(node, choose, Status.LAUNCHED)
+    return node.commit(lease, _accepted(lease, choose), fail=chance(choose, 4))
+
+
+def _publications(node: Node) -> list[Any]:
+    return [publication for other in node.world.nodes.values() for publication in other.publications]
+
+
+def _foreign(publication: Publication, choose: Chooser) -> Publication:
+    """Return what a worker of another world, or with other pages, would publish."""
+    if chance(choose, 50):
+        return attrs.evolve(publication, world_size=2)
+    ranks = {
+        rank: {label: attrs.evolve(record, page_size=record.page_size + 1) for label, record in labels.items()}
+        for rank, labels in publication.ranks.items()
+    }
+    return attrs.evolve(publication, ranks=ranks)
+
+
+def _retrieve(node: Node, choose: Chooser) -> Any:
+    publication = pick(choose, _publications(node)[-4:][::-1])
+    labels = LABELS[: 1 + choose.below(2)]
+    if chance(choose, 3):
+        publication = _foreign(publication, choose)
+    return node.claim_retrieve(_request(node, choose), publication, labels)
+
+
+def _cancelled(node: Node) -> list[Any]:
+    return list(node.subject.transport.cancels)
+
+
+def _old(node: Node, choose: Chooser, claims: list[Any], every: list[Any]) -> Any:
+    return pick(choose, claims) if claims and not chance(choose, 4) else pick(choose, every[-6:])
+
+
+ALPHABET: tuple[Letter, ...] = (
+    Letter("ingest", 6, lambda n: True, lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c))),
+    Letter("admit", 22, lambda n: bool(n.now.requests), lambda n, c: n.admit(_step(n, c))),
+    Letter(
+        "plan", 18, lambda n: bool(n.every_lease),
+        lambda n, c: n.plan(_some_lease(n, c, Status.ADMITTED, Status.ADMITTED)),
+    ),
+    Letter(
+        "launch_enter", 18, lambda n: bool(n.every_plan),
+        lambda n, c: n.launch_enter(n.plan_of(_some_lease(n, c, Status.PLANNED)), fail=chance(c, 4)),
+    ),
+    Letter(
+        "run", 4, lambda n: any(le.serial not in n.written for le in _leases(n, Status.ENTERED)),
+        lambda n, c: n.run(pick(c, [le for le in _leases(n, Status.ENTERED) if le.serial not in n.written])),
+    ),
+    Letter(
+        "launch_exit", 16, lambda n: bool(_leases(n, Status.ENTERED)),
+        lambda n, c: n.launch_exit(pick(c, _leases(n, Status.ENTERED))),
+    ),
+    Letter(
+        "commit", 16, lambda n: bool(n.every_lease),
+        _commit,
+    ),
+    Letter(
+        "abort", 4, lambda n: bool(n.every_lease),
+        lambda n, c: n.abort(_some_lease(n, c, Status.ADMITTED, Status.PLANNED, Status.ENTERED, Status.LAUNCHED)),
+    ),
+    Letter(
+        "claim_offload", 9, lambda n: True,
+        lambda n, c: n.claim_offload(_request(n, c), chance(c, 35), fail=chance(c, 8)),
+    ),
+    Letter(
+        "claim_reload", 9, lambda n: True,
+        lambda n, c: n.claim_reload(_request(n, c), _step(n, c) if chance(c, 40) else None, fail=chance(c, 8)),
+    ),
+    Letter(
+        "commit_claim", 12, lambda n: bool(n.every_claim),
+        lambda n, c: n.commit_claim(_old(n, c, n.claims, n.every_claim)),
+    ),
+    Letter(
+        "abandon", 5, lambda n: bool(n.every_claim),
+        lambda n, c: n.abandon(_old(n, c, n.claims, n.every_claim)),
+    ),
+    Letter("publish", 7, lambda n: True, lambda n, c: n.publish(_request(n, c))),
+    Letter("claim_retrieve", 8, lambda n: bool(_publications(n)), _retrieve),
+    Letter("copy", 3, lambda n: any(f.serial not in n.copied for f in n.fetches),
+           lambda n, c: n.copy(pick(c, [f for f in n.fetches if f.serial not in n.copied]))),
+    Letter("land", 7, lambda n: bool(n.fetches), lambda n, c: n.land(pick(c, n.fetches))),
+    Letter("fail_fetch", 3, lambda n: bool(n.fetches), lambda n, c: n.fail_fetch(pick(c, n.fetches))),
+    Letter("cancel_retrieve", 3, lambda n: True, lambda n, c: n.cancel_retrieve(_request(n, c))),
+    Letter("confirm_cancel", 4, lambda n: bool(_cancelled(n)), lambda n, c: n.confirm_cancel(pick(c, _cancelled(n)))),
+    Letter("reset", 4, lambda n: True, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
+    Letter("remove", 4, lambda n: True, lambda n, c: n.remove(_request(n, c))),
+)  # fmt: skip
+
+LETTERS = {letter.verb: letter for letter in ALPHABET}

@@ -1,0 +1,211 @@
+"""Subjects: what the kit checks, behind one small protocol.
+
+A subject runs lock-sized verbs and lets the kit read contents back. The built-in machine (a State driven directly) and
+the built-in manager (a KVManager) are the first two; both drive an in-memory backend whose bytes are token stamps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from kvstate.backend import Cancelled, Failed, Landed
+from kvstate.errors import SubmitError
+from kvstate.manager import KVManager
+from kvstate.ops import FetchBegin, Op, Plan, Tier
+from kvstate.state import Fetch, State
+from kvstate.testing.judge import BadEdge, Conflict, EdgeJudge
+from kvstate.testing.memory import MemoryBackend
+from kvstate.testing.transport import Network, StepTransport
+from kvstate.transitions import VERBS, lifecycle, offload, retrieve
+from kvstate.types import Geometry
+from kvstate.view import StateView, StreamView, view
+
+
+@attrs.frozen
+class Capacities:
+    """Sizes that a program may count on: tokens per page, pages per tier."""
+
+    page_size: int
+    pages: int
+    host_pages: int
+
+
+class Subject(Protocol):
+    """Anything with a paged cache that the kit can drive.
+
+    Attributes
+    ----------
+    verbs
+        The lock-sized verbs it has. `kvstate.testing.alphabet` says what each needs before it can be called.
+    capacities
+        Its sizes.
+    transport
+        Decides what becomes of fetches.
+    """
+
+    verbs: frozenset[str]
+    capacities: Capacities
+    transport: StepTransport
+
+    def apply(self, verb: str, *args: Any) -> Any:
+        """Run one verb on kvstate's types and on what earlier verbs returned; return its outcome or a Refusal."""
+
+    def compute(self, plan: Plan, stamps: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Run the model of a launched plan: write `stamps` per segment; return what each view had in front of them."""
+
+    def fail_next(self, kind: type[Op]) -> None:
+        """Make the next submit of such an op fail."""
+
+    def fail_none(self) -> bool:
+        """Forget failures that were asked for and did not happen; return whether all had happened."""
+
+    def content(self, now: StateView, stream: StreamView) -> list[Any]:
+        """Return the stamps that a stream stores, wherever they are."""
+
+    def snapshot(self) -> StateView:
+        """Return everything the subject knows."""
+
+    def poison(self, tier: Tier, group: int, pages: Sequence[int]) -> None:
+        """Spoil pages that became free."""
+
+    def conflicts(self) -> Sequence[Conflict | BadEdge]:
+        """Return what the edge judge has found so far."""
+
+
+class _Builtin:
+    """What the two built-in subjects share: an in-memory backend under an edge judge, and a stepped transport."""
+
+    verbs = frozenset(VERBS) | {"snapshot", "poll"}
+
+    def __init__(self, geometry: Geometry, network: Network, address: str) -> None:
+        self.geometry = geometry
+        self.capacities = Capacities(geometry.page_size, geometry.pages, geometry.host_pages)
+        self.judge = EdgeJudge(geometry.page_size, MemoryBackend.sinks_of(geometry))
+        self.backend = MemoryBackend(geometry, judge=self.judge)
+        self.transport = StepTransport(network, self.backend)
+        network.join(address, self.backend, self.epoch_holds)
+
+    def epoch_holds(self, incarnation: int, label: str, epoch: int) -> bool:
+        """Answer a reader's question after its copy."""
+        raise NotImplementedError
+
+    def compute(self, plan: Plan, stamps: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        seen = []
+        for place, planned in enumerate(plan.in_step_order):
+            seen.append([] if planned.sink else self.backend.read(planned.tables[0], planned.start))
+            self.backend.write(plan, place, stamps[place])
+        return seen
+
+    def fail_next(self, kind: type[Op]) -> None:
+        self.backend.fail_next(kind)
+
+    def fail_none(self) -> bool:
+        return self.backend.fail_none() == 0
+
+    def content(self, now: StateView, stream: StreamView) -> list[Any]:
+        if stream.residency == "OnHost":
+            return self.backend.read_host(stream.host[0], stream.length)
+        if stream.residency in ("Offloading", "Reloading"):
+            claim = next(claim for claim in now.claims if claim.serial == stream.holder)
+            part = next(part for part in claim.parts if part.label == stream.label)
+            if stream.residency == "Reloading":
+                return self.backend.read_host(part.host[0], stream.length)
+            return self.backend.read(part.device[0], stream.length)
+        return self.backend.read(stream.device[0], stream.length)
+
+    def poison(self, tier: Tier, group: int, pages: Sequence[int]) -> None:
+        self.backend.poison(tier, group, pages)
+
+    def conflicts(self) -> Sequence[Conflict | BadEdge]:
+        return [*self.judge.conflicts, *self.judge.bad_edges]
+
+
+class MachineSubject(_Builtin):
+    """The bare State: transitions called directly, the outbox handed to the backend after each."""
+
+    def __init__(self, geometry: Geometry, network: Network, address: str) -> None:
+        super().__init__(geometry, network, address)
+        self.state = State(geometry, address)
+
+    def apply(self, verb: str, *args: Any) -> Any:
+        if verb == "poll":
+            return self._poll()
+        function: Callable[..., Any] = retrieve.snapshot if verb == "snapshot" else VERBS[verb]
+        result = function(self.state, *args)
+        self._drain()
+        for claim in self.state.claims.values():
+            if isinstance(claim, Fetch) and claim.cancel_requested and not claim.cancel_told:
+                claim.cancel_told = True
+                self.transport.cancel(claim)
+        return result
+
+    def _poll(self) -> tuple[Any, ...]:
+        ended = self.transport.poll()
+        for fetch, outcome in ended:
+            if isinstance(outcome, Landed):
+                self.apply("landed", fetch)
+            elif isinstance(outcome, Failed):
+                self.apply("failed", fetch, outcome.error)
+            elif isinstance(outcome, Cancelled):
+                self.apply("cancelled", fetch)
+        return tuple(ended)
+
+    def _drain(self) -> None:
+        while self.state.outbox:
+            op = self.state.outbox.pop(0)
+            try:
+                self.backend.submit(op)
+                if isinstance(op, FetchBegin):
+                    self.transport.start(op)
+            except SubmitError as error:
+                if not isinstance(op, FetchBegin):
+                    self.backend.skip(op)
+                lifecycle.op_failed(self.state, op, str(error))
+
+    def epoch_holds(self, incarnation: int, label: str, epoch: int) -> bool:
+        return retrieve.epoch_holds(self.state, incarnation, label, epoch)
+
+    def snapshot(self) -> StateView:
+        return view(self.state)
+
+    def reclaimable(self, request: str) -> int:
+        """Return what an offload of `request` would free."""
+        return offload.reclaimable(self.state, request)
+
+
+class ManagerSubject(_Builtin):
+    """A KVManager, driven by its lock-sized verbs."""
+
+    def __init__(self, geometry: Geometry, network: Network, address: str) -> None:
+        super().__init__(geometry, network, address)
+        self.manager = KVManager(geometry, self.backend, transport=self.transport, address=address, debug=False)
+        self._named: dict[str, Callable[..., Any]] = {
+            "commit_offload": self.manager.commit_claim,
+            "commit_reload": self.manager.commit_claim,
+            "abandon_offload": self.manager.abandon,
+            "abandon_reload": self.manager.abandon,
+            "publish": self.manager.publish_noted,
+        }
+
+    def apply(self, verb: str, *args: Any) -> Any:
+        function = self._named.get(verb)
+        return (function if function is not None else getattr(self.manager, verb))(*args)
+
+    def epoch_holds(self, incarnation: int, label: str, epoch: int) -> bool:
+        return self.manager.epoch_holds(incarnation, label, epoch)
+
+    def snapshot(self) -> StateView:
+        return self.manager.view()
+
+    def reclaimable(self, request: str) -> int:
+        """Return what an offload of `request` would free."""
+        return self.manager.reclaimable(request)
+
+
+SUBJECTS: dict[str, Callable[[Geometry, Network, str], MachineSubject | ManagerSubject]] = {
+    "manager": ManagerSubject,
+    "machine": MachineSubject,
+}

@@ -1,0 +1,556 @@
+"""The world of a checked program: nodes that run every verb on a subject and on the reference, and compare.
+
+A node calls the subject, then the reference, and then looks: does the answer agree, did a refusal change nothing, do all
+promises hold, does every stream hold what was committed, do the edges cover every conflict. A program is the list of
+calls; it can be written by hand, drawn by hypothesis, walked at random, shrunk, saved and replayed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from kvstate import invariants
+from kvstate.backend import Failed, Landed
+from kvstate.errors import PromiseBroken
+from kvstate.ops import CopyIn, CopyOut, ForkCopy, Plan, Tier
+from kvstate.refusals import Refusal
+from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim
+from kvstate.testing import sometimes
+from kvstate.testing.subject import SUBJECTS, Subject
+from kvstate.testing.transport import Network
+from kvstate.transitions.retrieve import Retrieval
+from kvstate.types import Geometry, Publication, RequestConfig, Segment, Step
+from kvstate.view import StateView
+from kvstate_spec.reference import Reference, agrees
+from kvstate_spec.refinement import abstract_view, difference
+
+
+class Violation(Exception):
+    """A program showed something that must not be.
+
+    Attributes
+    ----------
+    witness
+        Who saw it: reference, refusal, promise, oracle, judge, or crash.
+    detail
+        What it saw.
+    program
+        The calls that lead there.
+    """
+
+    def __init__(self, witness: str, detail: str, program: Sequence[Call]) -> None:
+        super().__init__(f"{witness}: {detail}")
+        self.witness = witness
+        self.detail = detail
+        self.program = tuple(program)
+
+
+@attrs.frozen
+class Handle:
+    """Stands for what an earlier call returned, by name."""
+
+    name: str
+
+
+@attrs.frozen
+class Call:
+    """One call of a program: on which node, the verb, its arguments, and the name that its result gets."""
+
+    node: str
+    verb: str
+    args: tuple[Any, ...]
+    gives: str
+
+
+@attrs.frozen
+class Sizes:
+    """Sizes of a world; both nodes have them."""
+
+    pages: int = 6
+    host_pages: int = 4
+    page_size: int = 2
+    subject: str = "manager"
+
+
+class World:
+    """Two nodes, "a" and "b", that can retrieve from each other, and the program they have run."""
+
+    def __init__(self, sizes: Sizes | None = None, **changes: Any) -> None:
+        self.sizes = attrs.evolve(sizes if sizes is not None else Sizes(), **changes)
+        self.network = Network()
+        self.program: list[Call] = []
+        self.handles: dict[str, Any] = {}
+        self.names: dict[int, str] = {}
+        self.seen: Counter[str] = Counter()
+        self.accepted: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        # What the labels of a publication stored when it was made.
+        self.published: dict[int, dict[str, tuple[Any, ...]]] = {}
+        self._stamp = 0
+        self._count = 0
+        self.nodes = {address: Node(self, address) for address in ("a", "b")}
+        self.a = self.nodes["a"]
+        self.b = self.nodes["b"]
+
+    def stamps(self, count: int) -> list[int]:
+        """Return tokens that nobody has used before."""
+        first = self._stamp
+        self._stamp += count
+        return list(range(first, first + count))
+
+    def record(self, node: str, verb: str, args: tuple[Any, ...]) -> Call:
+        """Note a call; handles are written by name."""
+        self._count += 1
+        call = Call(
+            node, verb, tuple(self._by_name(arg) for arg in args), f"{verb.rsplit('_', maxsplit=1)[-1]}{self._count}"
+        )
+        self.program.append(call)
+        return call
+
+    def _by_name(self, value: Any) -> Any:
+        name = self.names.get(id(value))
+        return value if name is None else Handle(name)
+
+    def name(self, value: Any, name: str) -> None:
+        """Let `value` be known as `name` in the program."""
+        self.handles[name] = value
+        self.names[id(value)] = name
+
+    def play(self, call: Call) -> bool:
+        """Run a recorded call; False when a handle it needs was never made, or the call no longer makes sense."""
+        args = []
+        for arg in call.args:
+            if isinstance(arg, Handle):
+                if arg.name not in self.handles:
+                    return False
+                arg = self.handles[arg.name]
+            args.append(arg)
+        node = self.nodes[call.node]
+        if not node.sensible(call.verb, args):
+            return False
+        number = "".join(c for c in call.gives if c.isdigit())
+        self._count = int(number) - 1
+        getattr(node, call.verb)(*args)
+        return True
+
+    def finish(self) -> None:
+        """End everything that is open, on both nodes, and see that idle means empty."""
+        for node in self.nodes.values():
+            node.finish()
+
+
+class Node:
+    """One subject beside its reference. Every method is a lock-sized verb that checks everything after it ran."""
+
+    def __init__(self, world: World, address: str) -> None:
+        sizes = world.sizes
+        geometry = Geometry(pages=sizes.pages, page_size=sizes.page_size, host_pages=sizes.host_pages, name=address)
+        self.world = world
+        self.address = address
+        self.subject: Subject = SUBJECTS[sizes.subject](geometry, world.network, address)
+        self.reference = Reference(geometry, address=address)
+        # What is open, and everything there ever was: ended handles are used too.
+        self.leases: list[Lease] = []
+        self.every_lease: list[Lease] = []
+        self.every_plan: list[Plan] = []
+        self.every_claim: list[OffloadClaim | ReloadClaim] = []
+        self.claims: list[OffloadClaim | ReloadClaim] = []
+        self.fetches: list[Fetch] = []
+        self.publications: list[Publication] = []
+        self.plans: dict[int, Plan] = {}
+        self.written: dict[int, list[list[int]]] = {}
+        self.after: dict[tuple[int, str, str], list[int] | None] = {}
+        self.copied: set[int] = set()
+        self.now = self.subject.snapshot()
+        self._plans = 0
+        self._plan_numbers: dict[int, int] = {}
+        self._fetched: dict[int, list[Any]] = {}
+
+    # -- verbs
+
+    def ingest(self, request: str, config: RequestConfig | None = None) -> Any:
+        """Ingest a request."""
+        call = self._call("ingest", request, config)
+        actual = self._apply(call, "ingest", request, config)
+        return self._judge(call, actual, self.reference.ingest(request, config))
+
+    def admit(self, step: Step) -> Any:
+        """Admit a step."""
+        call = self._call("admit", step)
+        actual = self._apply(call, "admit", step)
+        handle = actual.serial if isinstance(actual, Lease) else -1
+        expected = self.reference.admit(step, handle=handle)
+        if isinstance(actual, Lease):
+            self.leases.append(actual)
+            self.every_lease.append(actual)
+            self.world.name(actual, call.gives)
+        return self._judge(call, actual, expected)
+
+    def plan(self, lease: Lease) -> Any:
+        """Plan a lease."""
+        call = self._call("plan", lease)
+        self._plans += 1
+        actual = self._apply(call, "plan", lease)
+        expected = self.reference.plan(lease.serial, handle=self._plans)
+        if isinstance(actual, Plan):
+            self.plans[lease.serial] = actual
+            self.every_plan.append(actual)
+            self.world.name(actual, call.gives)
+            self._plan_numbers[id(actual)] = self._plans
+        return self._judge(call, actual, expected)
+
+    def launch_enter(self, plan: Plan, fail: bool = False) -> Any:
+        """Enter a launch; `fail`: the copies of its pre-forks fail at submit, which aborts it as `launch` does."""
+        call = self._call("launch_enter", plan, fail)
+        lease = plan.lease
+        if fail:
+            self.subject.fail_next(ForkCopy)
+        actual = self._apply(call, "launch_enter", plan)
+        self.subject.fail_none()
+        expected = self.reference.launch_enter(lease.serial, plan=self._plan_numbers[id(plan)])
+        result = self._judge(call, actual, expected)
+        if not isinstance(actual, Refusal) and lease.failure is not None:
+            self.world.seen["fork copy failed"] += 1
+            self.abort(lease)
+            self.launch_exit(lease)
+        return result
+
+    def run(self, lease: Lease) -> None:
+        """Let the model of an entered launch run: it reads every view and writes its tokens."""
+        call = self._call("run", lease)
+        plan = self.plans[lease.serial]
+        tokens = [self.world.stamps(segment.span) for segment in lease.step.segments]
+        self.written[lease.serial] = tokens
+        expected = self._contexts(lease, tokens)
+        seen = self.subject.compute(plan, tokens)
+        for place, (want, got) in enumerate(zip(expected, seen, strict=True)):
+            if want is not None and want != got:
+                self._violated("oracle", f"segment {place} of {call.gives} read {got}, and {want} was committed")
+        self._look(call, None)
+
+    def launch_exit(self, lease: Lease) -> Any:
+        """Leave a launch; the model runs first if it has not."""
+        if lease.serial not in self.written and lease.failure is None:
+            self.run(lease)
+        call = self._call("launch_exit", lease)
+        actual = self._apply(call, "launch_exit", lease)
+        self.reference.launch_exit(lease.serial)
+        if not lease.open:
+            self.leases.remove(lease)
+        return self._judge(call, actual, None)
+
+    def commit(self, lease: Lease, accepted: Sequence[int] | None = None, fail: bool = False) -> Any:
+        """Commit a lease; `fail`: the copies of its post-forks fail at submit."""
+        call = self._call("commit", lease, accepted, fail)
+        if fail:
+            self.subject.fail_next(ForkCopy)
+        actual = self._apply(call, "commit", lease, accepted)
+        copied = self.subject.fail_none()
+        expected = self.reference.commit(lease.serial, self.written.get(lease.serial, []), accepted)
+        if not isinstance(actual, Refusal):
+            self.leases.remove(lease)
+            if not isinstance(expected, Refusal) and tuple(actual.dropped) != tuple(expected):
+                self._violated("reference", f"dropped {actual.dropped}, expected {expected}")
+            if fail and copied:
+                self.world.seen["post-fork copy failed"] += 1
+                for fork in lease.forks:
+                    stream = fork.target.stream
+                    self.reference.fork_failed(stream.request.id, stream.label)
+        return self._judge(call, actual, expected)
+
+    def abort(self, lease: Lease) -> Any:
+        """Abort a lease."""
+        call = self._call("abort", lease)
+        actual = self._apply(call, "abort", lease)
+        if not lease.open and lease in self.leases:
+            self.leases.remove(lease)
+        return self._judge(call, actual, self.reference.abort(lease.serial))
+
+    def claim_offload(self, request: str, discard_in_flight: bool = False, fail: bool = False) -> Any:
+        """Claim a request for offload; `fail`: its copy fails at submit."""
+        call = self._call("claim_offload", request, discard_in_flight, fail)
+        if fail:
+            self.subject.fail_next(CopyOut)
+        actual = self._apply(call, "claim_offload", request, discard_in_flight)
+        handle = actual.serial if isinstance(actual, OffloadClaim) else -1
+        expected = self.reference.claim_offload(request, discard_in_flight, handle=handle)
+        return self._claimed(call, actual, expected)
+
+    def claim_reload(self, request: str, extra: Step | None = None, fail: bool = False) -> Any:
+        """Claim a request for reload; `fail`: its copy fails at submit."""
+        call = self._call("claim_reload", request, extra, fail)
+        if fail:
+            self.subject.fail_next(CopyIn)
+        actual = self._apply(call, "claim_reload", request, extra)
+        handle = actual.serial if isinstance(actual, ReloadClaim) else -1
+        expected = self.reference.claim_reload(request, extra, handle=handle)
+        return self._claimed(call, actual, expected)
+
+    def _claimed(self, call: Call, actual: Any, expected: Any) -> Any:
+        self.subject.fail_none()
+        if isinstance(actual, (OffloadClaim, ReloadClaim)):
+            self.claims.append(actual)
+            self.every_claim.append(actual)
+            self.world.name(actual, call.gives)
+            if actual.failure is not None:
+                self.world.seen[f"{actual.verb} copy failed"] += 1
+                self.reference.op_failed(actual.serial, actual.failure)
+        return self._judge(call, actual, expected)
+
+    def commit_claim(self, claim: OffloadClaim | ReloadClaim) -> Any:
+        """Commit an offload or reload."""
+        call = self._call("commit_claim", claim)
+        verb = f"commit_{claim.verb}"
+        actual = self._apply(call, verb, claim)
+        return self._ended(call, claim, actual, getattr(self.reference, verb)(claim.serial))
+
+    def abandon(self, claim: OffloadClaim | ReloadClaim) -> Any:
+        """Abandon an offload or reload."""
+        call = self._call("abandon", claim)
+        verb = f"abandon_{claim.verb}"
+        actual = self._apply(call, verb, claim)
+        return self._ended(call, claim, actual, getattr(self.reference, verb)(claim.serial))
+
+    def _ended(self, call: Call, claim: OffloadClaim | ReloadClaim, actual: Any, expected: Any) -> Any:
+        if not claim.open and claim in self.claims:
+            self.claims.remove(claim)
+        return self._judge(call, actual, expected)
+
+    def publish(self, request: str) -> Publication | None:
+        """Publish a request."""
+        call = self._call("publish", request)
+        noted = self._apply(call, "snapshot", request)
+        published = None if noted is None else self._apply(call, "publish", noted)
+        expected = self.reference.publishable(request)
+        if published is not None:
+            said = {label: (r.length, r.released, r.on_host) for label, r in published.ranks[0].items()}
+            if said != expected:
+                self._violated("reference", f"published {said}, expected {expected}")
+            self.publications.append(published)
+            self.world.name(published, call.gives)
+            contents = self.reference.contents()
+            self.world.published[id(published)] = {label: contents[request, label] for label in said}
+        elif expected is not None:
+            self._violated("reference", f"published nothing, expected {expected}")
+        self._look(call, published)
+        return published
+
+    def claim_retrieve(self, request: str, publication: Publication, labels: Sequence[str]) -> Any:
+        """Start fetching what a publication has beyond the request's own tokens."""
+        call = self._call("claim_retrieve", request, publication, tuple(labels))
+        actual = self._apply(call, "claim_retrieve", request, publication, tuple(labels))
+        handles: dict[str, int] = {}
+        if isinstance(actual, Retrieval):
+            for fetch in actual.fetches:
+                handles[fetch.stream.label] = fetch.serial
+                self.fetches.append(fetch)
+                tokens = self.world.published[id(publication)][fetch.stream.label]
+                self._fetched[fetch.serial] = list(tokens[fetch.start : fetch.stop])
+                self.world.name(fetch, f"{call.gives}_{fetch.stream.label}")
+        expected = self.reference.claim_retrieve(request, publication, labels, handles=handles)
+        if not isinstance(expected, Refusal) and tuple(handles) != expected:
+            self._violated("reference", f"fetches {tuple(handles)}, expected {expected}")
+        return self._judge(call, actual, expected)
+
+    def copy(self, fetch: Fetch) -> None:
+        """Let the transport copy the bytes of a fetch; they count when it lands."""
+        call = self._call("copy", fetch)
+        self.subject.transport.copy(fetch)
+        self.copied.add(fetch.serial)
+        self._look(call, None)
+
+    def land(self, fetch: Fetch) -> Any:
+        """Let a fetch end: it lands when its publisher still holds the epoch, else it fails."""
+        if fetch.serial not in self.copied:
+            self.copy(fetch)
+        call = self._call("land", fetch)
+        self.subject.transport.finish(fetch)
+        return self._fetch_ended(call, fetch)
+
+    def fail_fetch(self, fetch: Fetch) -> Any:
+        """Let a fetch fail, with garbage in its pages."""
+        call = self._call("fail_fetch", fetch)
+        self.subject.transport.fail(fetch, "made to fail")
+        return self._fetch_ended(call, fetch)
+
+    def confirm_cancel(self, fetch: Fetch) -> Any:
+        """Let the transport confirm a cancel that was asked for."""
+        call = self._call("confirm_cancel", fetch)
+        self.subject.transport.confirm_cancel(fetch)
+        return self._fetch_ended(call, fetch)
+
+    def _fetch_ended(self, call: Call, fetch: Fetch) -> Any:
+        self.fetches.remove(fetch)
+        ended = self._apply(call, "poll")
+        [(found, outcome)] = ended
+        assert found is fetch
+        expected: Any
+        if isinstance(outcome, Landed):
+            expected = self.reference.landed(fetch.serial, self._fetched[fetch.serial])
+        elif isinstance(outcome, Failed):
+            expected = self.reference.failed(fetch.serial, outcome.error)
+        else:
+            expected = self.reference.cancelled(fetch.serial)
+        self.world.seen[f"fetch {type(outcome).__name__.lower()}"] += 1
+        return self._judge(call, outcome, expected)
+
+    def cancel_retrieve(self, request: str) -> Any:
+        """Ask for the cancel of a request's fetches."""
+        call = self._call("cancel_retrieve", request)
+        actual = self._apply(call, "cancel_retrieve", request)
+        return self._judge(call, actual, self.reference.cancel_retrieve(request))
+
+    def reset(self, request: str, free: bool = True) -> Any:
+        """Reset a request."""
+        call = self._call("reset", request, free)
+        actual = self._apply(call, "reset", request, free)
+        return self._judge(call, actual, self.reference.reset(request, free))
+
+    def remove(self, request: str) -> Any:
+        """Remove a request."""
+        call = self._call("remove", request)
+        actual = self._apply(call, "remove", request)
+        return self._judge(call, actual, self.reference.remove(request))
+
+    def plan_of(self, lease: Lease) -> Plan:
+        """Return the newest plan of a lease, or the newest there is."""
+        return self.plans.get(lease.serial, self.every_plan[-1])
+
+    # -- ending
+
+    def finish(self) -> None:
+        """End leases, claims, fetches and requests; then everything must be empty."""
+        for lease in list(self.leases):
+            if lease.status.value == "launching":
+                self.launch_exit(lease)
+            if lease.open:
+                self.abort(lease)
+        for claim in list(self.claims):
+            self.abandon(claim)
+        for fetch in list(self.fetches):
+            self.fail_fetch(fetch)
+        for request, _ in self.now.requests:
+            self.remove(request)
+
+    def sensible(self, verb: str, args: Sequence[Any]) -> bool:
+        """Tell whether a recorded call can be made now: what the kit itself, not the subject, must refuse."""
+        if verb == "run":
+            return args[0].status.value == "launching" and args[0].serial not in self.written
+        if verb == "launch_exit":
+            return bool(args[0].status.value == "launching")
+        if verb in ("copy", "land", "fail_fetch"):
+            return args[0] in self.fetches and (verb != "copy" or args[0].serial not in self.copied)
+        if verb == "confirm_cancel":
+            return args[0] in self.subject.transport.cancels
+        return True
+
+    # -- looking
+
+    def _call(self, verb: str, *args: Any) -> Call:
+        while args and args[-1] in (None, False):
+            args = args[:-1]
+        return self.world.record(self.address, verb, args)
+
+    def _apply(self, call: Call, verb: str, *args: Any) -> Any:
+        try:
+            return self.subject.apply(verb, *args)
+        except PromiseBroken as broken:
+            self._violated("promise", str(broken))
+        except Exception as error:
+            self._violated("crash", f"{verb} raised {type(error).__name__}: {error}")
+
+    def _violated(self, witness: str, detail: str) -> None:
+        raise Violation(witness, f"after call {len(self.world.program)}, {detail}", self.world.program)
+
+    def _judge(self, call: Call, actual: Any, expected: Any) -> Any:
+        detail = agrees(expected, actual)
+        if detail is not None:
+            self._violated("reference", f"{call.verb}: {detail}")
+        self._look(call, actual)
+        return actual
+
+    def _look(self, call: Call, actual: Any) -> None:
+        """Check everything there is to check after a call."""
+        before, now = self.now, self.subject.snapshot()
+        self.now = now
+        verb = {"land": "landed", "commit_claim": "commit_offload"}.get(call.verb, call.verb)
+        if isinstance(actual, Refusal):
+            self.world.refused[type(actual).__name__] += 1
+            if now != before:
+                self._violated("refusal", f"{call.verb} was refused ({actual}) and the view changed")
+        else:
+            self.world.accepted[call.verb] += 1
+            try:
+                invariants.check(now, before, verb)
+            except PromiseBroken as broken:
+                self._violated("promise", str(broken))
+            self._poison(before, now)
+            self._contents(now)
+            detail = difference(self.reference.abstract(), abstract_view(now))
+            if detail is not None:
+                self._violated("reference", f"{call.verb}: {detail}")
+        conflicts = self.subject.conflicts()
+        if conflicts:
+            self._violated("judge", str(conflicts[0]))
+        self.world.seen.update(sometimes.seen(call.verb, actual, before, now))
+
+    def _poison(self, before: StateView, now: StateView) -> None:
+        for tier, old_pools, pools in ((Tier.DEVICE, before.device, now.device), (Tier.HOST, before.host, now.host)):
+            for group, (old, pool) in enumerate(zip(old_pools, pools, strict=True)):
+                if old.free != pool.free:
+                    freed = sorted(set(pool.free) - set(old.free))
+                    if freed:
+                        self.subject.poison(tier, group, freed)
+
+    def _contents(self, now: StateView) -> None:
+        committed = self.reference.contents()
+        for stream in now.streams:
+            if stream.opened:
+                want = committed.get((stream.request, stream.label))
+                got = tuple(self.subject.content(now, stream))
+                if want != got:
+                    self._violated("oracle", f"{stream.request}/{stream.label} holds {got}, committed was {want}")
+
+    def _contexts(self, lease: Lease, tokens: list[list[int]]) -> list[list[int] | None]:
+        """Return what each segment must find in front of it; None where it does not matter (padding, void, retention)."""
+        step = lease.step
+        committed = self.reference.contents()
+        void = set(lease.void_places())
+        history: dict[tuple[str, str], list[int] | None] = {}
+
+        def base(key: tuple[str, str]) -> list[int] | None:
+            if key not in history:
+                below = [(s, r, la) for (s, r, la) in self.after if (r, la) == key and s < lease.serial]
+                open_below = [k for k in below if any(other.serial == k[0] for other in self.leases)]
+                history[key] = self.after[max(open_below)] if open_below else list(committed.get(key, ()))
+            return history[key]
+
+        retained = bool(step.retention) or any(
+            self.subject_config(segment).retention for segment in step.segments if segment.request is not None
+        )
+        for fork in step.stream_forks(step.pre_forks):
+            source, target = (fork.source.request, fork.source.label), (fork.target.request, fork.target.label)
+            content = base(source)
+            history[target] = None if content is None else list(content)
+        contexts: list[list[int] | None] = []
+        for place, segment in enumerate(step.segments):
+            if segment.request is None:
+                contexts.append(None)
+                continue
+            key = (segment.request, segment.label)
+            content = base(key)
+            contexts.append(None if place in void else content)
+            history[key] = None if content is None else content + tokens[place]
+        for (request, label), content in history.items():
+            lasting = None if retained or not step.commit else content
+            self.after[lease.serial, request, label] = lasting
+        return contexts
+
+    def subject_config(self, segment: Segment) -> RequestConfig:
+        """Return the config of a segment's request; an empty one once it is gone."""
+        request = self.reference.requests.get(segment.request or "")
+        return request.config if request is not None else RequestConfig()
