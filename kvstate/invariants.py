@@ -187,15 +187,24 @@ def residency_agrees(view: StateView) -> str | None:
 
 @always
 def a_leased_page_is_neither_free_nor_claimed(view: StateView) -> str | None:
-    """No page that an open step which counts reads or writes is free, or owned by an offload or reload claim."""
+    """No open step that counts reads a free page or one still being filled, writes a claimed one, or runs off device."""
+    residencies = {(stream.incarnation, stream.label): stream.residency for stream in view.streams}
     for group, pool in enumerate(view.device):
-        claimed = {page for claim in view.claims if claim.kind != "retrieve" for page in claim.device(group)}
+        claimed = {page for claim in view.claims for page in claim.device(group)}
+        filling = {page for claim in view.claims if claim.kind != "offload" for page in claim.device(group)}
         for _, row in _live(view):
+            name = f"{row.request}/{row.label}"
+            residency = residencies.get((row.incarnation, row.label))
+            if residency != "OnDevice":
+                return f"{name} is {residency} under an open step"
             for page in row.reads[group][: -(-row.stop // view.page_size)]:
                 if not pool.owners[page]:
-                    return f"page {page} of {row.request}/{row.label} is free under an open step"
+                    return f"page {page} of {name} is free under an open step"
+                if page in filling:
+                    return f"page {page} of {name} is still being filled under an open step"
+            for page in _written(view, row, group):
                 if page in claimed:
-                    return f"page {page} of {row.request}/{row.label} is claimed under an open step"
+                    return f"page {page} of {name} is claimed and an open step writes it"
     return None
 
 

@@ -170,15 +170,34 @@ class KVManager:
                 if self.transport is None:
                     raise SubmitError("this manager has no transport")
                 self.transport.start(op)
+                self._started(op.fetch)
         except SubmitError as error:
             if isinstance(op, (StepEnd, FetchEnd)):
                 self._poison(error)
-            if not isinstance(op, FetchBegin):
-                self.backend.skip(op)
+            self.backend.skip(op)
             with self._lock:
                 self._fail(op, str(error))
         except Exception as error:
             self._poison(error)
+
+    def _started(self, fetch: Fetch) -> None:
+        """Note that the transport knows a fetch; only then can it be told of a cancel, which may have been asked for."""
+        with self._lock:
+            fetch.started = True
+        self._tell_cancels()
+
+    def _tell_cancels(self) -> None:
+        with self._lock:
+            told = [
+                claim
+                for claim in self._state.claims.values()
+                if isinstance(claim, Fetch) and claim.cancel_requested and claim.started and not claim.cancel_told
+            ]
+            for fetch in told:
+                fetch.cancel_told = True
+        if self.transport is not None:
+            for fetch in told:
+                self.transport.cancel(fetch)
 
     def _fail(self, op: Op, error: str) -> None:
         lifecycle.op_failed(self._state, op, error)
@@ -360,16 +379,7 @@ class KVManager:
         """
         if self.transport is None:
             return ()
-        with self._lock:
-            told = [
-                claim
-                for claim in self._state.claims.values()
-                if isinstance(claim, Fetch) and claim.cancel_requested and not claim.cancel_told
-            ]
-            for fetch in told:
-                fetch.cancel_told = True
-        for fetch in told:
-            self.transport.cancel(fetch)
+        self._tell_cancels()
         ended = self.transport.poll()
         for fetch, outcome in ended:
             if isinstance(outcome, Landed):

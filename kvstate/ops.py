@@ -17,7 +17,7 @@ import attrs
 from kvstate.ordering import Clock, Queue
 
 if TYPE_CHECKING:
-    from kvstate.state import Lease
+    from kvstate.state import Lease, Stream
     from kvstate.types import Record
 
 
@@ -90,12 +90,14 @@ class Plan:
     """A lease made addressable: views per plan label, and where each computed token goes.
 
     Everything a plan shows was fixed under the lock when its step was admitted; views are built when first asked for.
+    `void` rows were known when it was made; the segments in `sunk` go to the sink.
     """
 
     lease: Lease
     page_size: int
     sinks: tuple[int, ...]
     sunk: frozenset[int]
+    void: int
 
     @cached_property
     def in_step_order(self) -> tuple[PlanView, ...]:
@@ -226,9 +228,13 @@ class _PageCopies(Op):
 
 @attrs.frozen(eq=False)
 class ForkCopy(_PageCopies):
-    """Partly filled last pages, device to device, for the targets of forks."""
+    """Partly filled last pages, device to device, for the targets of forks.
+
+    `committed` are the targets of post-forks, which hold the copied content already, each with its epoch.
+    """
 
     queue = Queue.COMPUTE
+    committed: tuple[tuple[Stream, int], ...] = ()
 
 
 @attrs.frozen(eq=False)

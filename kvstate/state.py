@@ -410,6 +410,7 @@ class Fetch:
     opened_s: float
     op: FetchBegin | None = None
     cancel_requested: bool = False
+    started: bool = False
     cancel_told: bool = False
     open: bool = True
 

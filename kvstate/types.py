@@ -74,6 +74,10 @@ class Group:
     page_bytes: int = attrs.field(default=1, validator=_positive)
 
 
+def _groups(values: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class Geometry:
     """Sizes of one paged cache.
@@ -95,7 +99,7 @@ class Geometry:
     pages: int = attrs.field(validator=_positive)
     page_size: int = attrs.field(default=16, validator=_positive)
     host_pages: int = attrs.field(default=0, validator=_not_negative)
-    groups: tuple[Group, ...] = attrs.field(default=(Group(),), converter=tuple)
+    groups: tuple[Group, ...] = attrs.field(default=(Group(),), converter=_groups)
     name: str = attrs.field(default="kv", validator=_name)
 
     @groups.validator
@@ -220,6 +224,14 @@ def _forks(values: Iterable[LabelFork | StreamFork]) -> tuple[LabelFork | Stream
     return forks
 
 
+def _segments(values: Iterable[Segment]) -> tuple[Segment, ...]:
+    segments = tuple(values)
+    for segment in segments:
+        if not isinstance(segment, Segment):
+            raise ValueError(f"a step is made of Segments, got {segment!r}")
+    return segments
+
+
 @attrs.frozen
 class Step:
     """One forward pass over segments, in declaration order.
@@ -241,7 +253,7 @@ class Step:
         A label without an entry is its own plan label.
     """
 
-    segments: tuple[Segment, ...] = attrs.field(converter=tuple)
+    segments: tuple[Segment, ...] = attrs.field(converter=_segments)
     pre_forks: tuple[LabelFork | StreamFork, ...] = attrs.field(default=(), converter=_forks)
     post_forks: tuple[LabelFork | StreamFork, ...] = attrs.field(default=(), converter=_forks)
     commit: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
@@ -252,9 +264,6 @@ class Step:
     plain: bool = attrs.field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        for segment in self.segments:
-            if not isinstance(segment, Segment):
-                raise ValueError(f"a step is made of Segments, got {segment!r}")
         present = {segment.label for segment in self.segments}
         combined: set[str] = set()
         names: set[str] = set()

@@ -164,13 +164,24 @@ def _some_lease(node: Node, choose: Chooser, *statuses: Status) -> Lease:
     return pick(choose, node.every_lease[-6:])
 
 
+def _enter(node: Node, choose: Chooser) -> Any:
+    plan = node.plan_of(_some_lease(node, choose, Status.PLANNED))
+    return node.launch_enter(plan, fail=bool(plan.lease.forks) and chance(choose, 15))
+
+
 def _commit(node: Node, choose: Chooser) -> Any:
     lease = _some_lease(node, choose, Status.LAUNCHED)
-    return node.commit(lease, _accepted(lease, choose), fail=chance(choose, 4))
+    return node.commit(lease, _accepted(lease, choose), fail=bool(lease.forks) and chance(choose, 15))
 
 
 def _publications(node: Node) -> list[Any]:
     return [publication for other in node.world.nodes.values() for publication in other.publications]
+
+
+def _publish(node: Node, choose: Chooser) -> Any:
+    """Publish a request that stores something, now and then any."""
+    full = list(dict.fromkeys(s.request for s in node.now.streams if s.length))
+    return node.publish(pick(choose, full) if not chance(choose, 10) else pick(choose, REQUESTS))
 
 
 def _foreign(publication: Publication, choose: Chooser) -> Publication:
@@ -185,7 +196,9 @@ def _foreign(publication: Publication, choose: Chooser) -> Publication:
 
 
 def _retrieve(node: Node, choose: Chooser) -> Any:
-    publication = pick(choose, _publications(node)[-4:][::-1])
+    others = [p for other in node.world.nodes.values() if other is not node for p in other.publications]
+    publications = others if others and not chance(choose, 10) else _publications(node)
+    publication = pick(choose, publications[-4:][::-1])
     labels = LABELS[: 1 + choose.below(2)]
     if chance(choose, 3):
         publication = _foreign(publication, choose)
@@ -196,63 +209,58 @@ def _cancelled(node: Node) -> list[Any]:
     return list(node.subject.transport.cancels)
 
 
-def _old(node: Node, choose: Chooser, claims: list[Any], every: list[Any]) -> Any:
-    return pick(choose, claims) if claims and not chance(choose, 4) else pick(choose, every[-6:])
+def _live(node: Node) -> bool:
+    return bool(node.now.requests)
 
+
+def _has(*statuses: Status) -> Callable[[Node], bool]:
+    return lambda node: bool(_leases(node, *statuses))
+
+
+def _some_claim(node: Node, choose: Chooser) -> Any:
+    return pick(choose, node.claims) if not chance(choose, 4) else pick(choose, node.every_claim[-6:])
+
+
+def _to_run(node: Node) -> list[Lease]:
+    return [lease for lease in _leases(node, Status.ENTERED) if lease.serial not in node.written]
+
+
+def _to_copy(node: Node) -> list[Any]:
+    return [fetch for fetch in node.fetches if fetch.serial not in node.copied]
+
+
+_A, _P, _E, _L = Status.ADMITTED, Status.PLANNED, Status.ENTERED, Status.LAUNCHED
 
 ALPHABET: tuple[Letter, ...] = (
     Letter("ingest", 6, lambda n: True, lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c))),
-    Letter("admit", 22, lambda n: bool(n.now.requests), lambda n, c: n.admit(_step(n, c))),
+    Letter("admit", 26, _live, lambda n, c: n.admit(_step(n, c))),
+    Letter("plan", 20, _has(_A), lambda n, c: n.plan(_some_lease(n, c, _A, _A, _P))),
     Letter(
-        "plan", 18, lambda n: bool(n.every_lease),
-        lambda n, c: n.plan(_some_lease(n, c, Status.ADMITTED, Status.ADMITTED)),
+        "launch_enter", 20, _has(_P),
+        _enter,
+    ),
+    Letter("run", 4, lambda n: bool(_to_run(n)), lambda n, c: n.run(pick(c, _to_run(n)))),
+    Letter("launch_exit", 20, _has(_E), lambda n, c: n.launch_exit(pick(c, _leases(n, _E)))),
+    Letter("commit", 24, _has(_L), _commit),
+    Letter("abort", 4, lambda n: bool(n.leases), lambda n, c: n.abort(_some_lease(n, c, _A, _P, _E, _L))),
+    Letter(
+        "claim_offload", 7, _live, lambda n, c: n.claim_offload(_request(n, c), chance(c, 35), fail=chance(c, 8)),
     ),
     Letter(
-        "launch_enter", 18, lambda n: bool(n.every_plan),
-        lambda n, c: n.launch_enter(n.plan_of(_some_lease(n, c, Status.PLANNED)), fail=chance(c, 4)),
-    ),
-    Letter(
-        "run", 4, lambda n: any(le.serial not in n.written for le in _leases(n, Status.ENTERED)),
-        lambda n, c: n.run(pick(c, [le for le in _leases(n, Status.ENTERED) if le.serial not in n.written])),
-    ),
-    Letter(
-        "launch_exit", 16, lambda n: bool(_leases(n, Status.ENTERED)),
-        lambda n, c: n.launch_exit(pick(c, _leases(n, Status.ENTERED))),
-    ),
-    Letter(
-        "commit", 16, lambda n: bool(n.every_lease),
-        _commit,
-    ),
-    Letter(
-        "abort", 4, lambda n: bool(n.every_lease),
-        lambda n, c: n.abort(_some_lease(n, c, Status.ADMITTED, Status.PLANNED, Status.ENTERED, Status.LAUNCHED)),
-    ),
-    Letter(
-        "claim_offload", 9, lambda n: True,
-        lambda n, c: n.claim_offload(_request(n, c), chance(c, 35), fail=chance(c, 8)),
-    ),
-    Letter(
-        "claim_reload", 9, lambda n: True,
+        "claim_reload", 18, lambda n: any(s.residency == "OnHost" for s in n.now.streams) or len(n.now.streams) > 3,
         lambda n, c: n.claim_reload(_request(n, c), _step(n, c) if chance(c, 40) else None, fail=chance(c, 8)),
     ),
-    Letter(
-        "commit_claim", 12, lambda n: bool(n.every_claim),
-        lambda n, c: n.commit_claim(_old(n, c, n.claims, n.every_claim)),
-    ),
-    Letter(
-        "abandon", 5, lambda n: bool(n.every_claim),
-        lambda n, c: n.abandon(_old(n, c, n.claims, n.every_claim)),
-    ),
-    Letter("publish", 7, lambda n: True, lambda n, c: n.publish(_request(n, c))),
-    Letter("claim_retrieve", 8, lambda n: bool(_publications(n)), _retrieve),
-    Letter("copy", 3, lambda n: any(f.serial not in n.copied for f in n.fetches),
-           lambda n, c: n.copy(pick(c, [f for f in n.fetches if f.serial not in n.copied]))),
-    Letter("land", 7, lambda n: bool(n.fetches), lambda n, c: n.land(pick(c, n.fetches))),
+    Letter("commit_claim", 18, lambda n: bool(n.claims), lambda n, c: n.commit_claim(_some_claim(n, c))),
+    Letter("abandon", 5, lambda n: bool(n.claims), lambda n, c: n.abandon(_some_claim(n, c))),
+    Letter("publish", 7, lambda n: any(s.length for s in n.now.streams), _publish),
+    Letter("claim_retrieve", 14, lambda n: _live(n) and bool(_publications(n)), _retrieve),
+    Letter("copy", 3, lambda n: bool(_to_copy(n)), lambda n, c: n.copy(pick(c, _to_copy(n)))),
+    Letter("land", 9, lambda n: bool(n.fetches), lambda n, c: n.land(pick(c, n.fetches))),
     Letter("fail_fetch", 3, lambda n: bool(n.fetches), lambda n, c: n.fail_fetch(pick(c, n.fetches))),
-    Letter("cancel_retrieve", 3, lambda n: True, lambda n, c: n.cancel_retrieve(_request(n, c))),
-    Letter("confirm_cancel", 4, lambda n: bool(_cancelled(n)), lambda n, c: n.confirm_cancel(pick(c, _cancelled(n)))),
-    Letter("reset", 4, lambda n: True, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
-    Letter("remove", 4, lambda n: True, lambda n, c: n.remove(_request(n, c))),
+    Letter("cancel_retrieve", 8, lambda n: bool(n.fetches), lambda n, c: n.cancel_retrieve(_request(n, c))),
+    Letter("confirm_cancel", 16, lambda n: bool(_cancelled(n)), lambda n, c: n.confirm_cancel(pick(c, _cancelled(n)))),
+    Letter("reset", 3, _live, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
+    Letter("remove", 2, _live, lambda n, c: n.remove(_request(n, c))),
 )  # fmt: skip
 
 LETTERS = {letter.verb: letter for letter in ALPHABET}

@@ -41,7 +41,7 @@ class OpName:
     @property
     def where(self) -> str:
         """The queue in words."""
-        return self.queue.name.lower() if self.queue is not None else "no queue"
+        return self.queue.name.lower() if self.queue is not None else "transport"
 
     def __str__(self) -> str:
         number = f"#{self.number}" if self.begin == self.number else f"#{self.begin}…#{self.number}"
@@ -377,8 +377,11 @@ class EdgeJudge:
             self._compare(pool, page, writes, start, stop, reach, True, True)
         if not pool.reads_calm:
             for reader, newest in enumerate(pool.read):
-                if newest > reach.clock[reader]:
-                    self._compare(pool, page, pool.reads[reader][page], start, stop, reach, False, True)
+                limit = reach.clock[reader]
+                if newest > limit:
+                    numbers = pool.reads[reader][page]
+                    if max(numbers[start:stop]) > limit:
+                        self._compare(pool, page, numbers, start, stop, reach, False, True)
         writer = _FETCHES if queue is None else queue
         pool.writes[page] = _painted(writes, start, stop, reach.number)
         pool.top[writer][page] = pool.written[writer] = reach.number

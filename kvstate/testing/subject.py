@@ -62,6 +62,9 @@ class Subject(Protocol):
     def fail_none(self) -> bool:
         """Forget failures that were asked for and did not happen; return whether all had happened."""
 
+    def reclaimable(self, request: str) -> int:
+        """Return what an offload of `request` would free."""
+
     def content(self, now: StateView, stream: StreamView) -> list[Any]:
         """Return the stamps that a stream stores, wherever they are."""
 
@@ -85,7 +88,7 @@ class _Builtin:
         self.capacities = Capacities(geometry.page_size, geometry.pages, geometry.host_pages)
         self.judge = EdgeJudge(geometry.page_size, MemoryBackend.sinks_of(geometry))
         self.backend = MemoryBackend(geometry, judge=self.judge)
-        self.transport = StepTransport(network, self.backend)
+        self.transport = StepTransport(network, address)
         network.join(address, self.backend, self.epoch_holds)
 
     def epoch_holds(self, incarnation: int, label: str, epoch: int) -> bool:
@@ -161,8 +164,7 @@ class MachineSubject(_Builtin):
                 if isinstance(op, FetchBegin):
                     self.transport.start(op)
             except SubmitError as error:
-                if not isinstance(op, FetchBegin):
-                    self.backend.skip(op)
+                self.backend.skip(op)
                 lifecycle.op_failed(self.state, op, str(error))
 
     def epoch_holds(self, incarnation: int, label: str, epoch: int) -> bool:

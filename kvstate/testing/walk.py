@@ -16,12 +16,13 @@ CALLS = 120
 """Calls of one program, before it is ended."""
 
 SIZES = (
-    Sizes(pages=6, host_pages=4, page_size=2),
-    Sizes(pages=9, host_pages=5, page_size=3, subject="machine"),
-    Sizes(pages=12, host_pages=8, page_size=2),
-    Sizes(pages=5, host_pages=3, page_size=4),
-    Sizes(pages=8, host_pages=6, page_size=1),
-    Sizes(pages=7, host_pages=0, page_size=2),
+    Sizes(pages=8, host_pages=6, page_size=2),
+    Sizes(pages=10, host_pages=6, page_size=3, subject="machine"),
+    Sizes(pages=14, host_pages=9, page_size=2),
+    Sizes(pages=6, host_pages=4, page_size=4),
+    Sizes(pages=10, host_pages=7, page_size=1),
+    Sizes(pages=5, host_pages=3, page_size=2, subject="machine"),
+    Sizes(pages=8, host_pages=0, page_size=2),
 )
 """Small worlds, so that everything is scarce; one without a host pool."""
 
@@ -65,7 +66,7 @@ def program(seed: int, index: int, sizes: Sizes, calls: int = CALLS) -> World:
     world = World(sizes)
     single = choose.below(3) == 0
     for _ in range(calls):
-        node = world.b if not single and choose.below(4) == 0 else world.a
+        node = world.b if not single and choose.below(5) < 2 else world.a
         letters = [letter for letter in ALPHABET if letter.ready(node)]
         total = sum(letter.weight for letter in letters)
         at = choose.below(total)

@@ -18,7 +18,7 @@ from kvstate.backend import Failed, Landed
 from kvstate.errors import PromiseBroken
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, Plan, Tier
 from kvstate.refusals import Refusal
-from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim
+from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, Stream
 from kvstate.testing import sometimes
 from kvstate.testing.subject import SUBJECTS, Subject
 from kvstate.testing.transport import Network
@@ -74,6 +74,10 @@ class Sizes:
     host_pages: int = 4
     page_size: int = 2
     subject: str = "manager"
+
+
+def _key(stream: Stream) -> tuple[str, str]:
+    return stream.request.id, stream.label
 
 
 class World:
@@ -249,17 +253,15 @@ class Node:
         if fail:
             self.subject.fail_next(ForkCopy)
         actual = self._apply(call, "commit", lease, accepted)
-        copied = self.subject.fail_none()
+        failed = self.subject.fail_none()
         expected = self.reference.commit(lease.serial, self.written.get(lease.serial, []), accepted)
         if not isinstance(actual, Refusal):
             self.leases.remove(lease)
             if not isinstance(expected, Refusal) and tuple(actual.dropped) != tuple(expected):
                 self._violated("reference", f"dropped {actual.dropped}, expected {expected}")
-            if fail and copied:
+            if fail and failed:
                 self.world.seen["post-fork copy failed"] += 1
-                for fork in lease.forks:
-                    stream = fork.target.stream
-                    self.reference.fork_failed(stream.request.id, stream.label)
+                self.reference.fork_failed()
         return self._judge(call, actual, expected)
 
     def abort(self, lease: Lease) -> Any:
@@ -490,7 +492,11 @@ class Node:
                 self._violated("promise", str(broken))
             self._poison(before, now)
             self._contents(now)
-            detail = difference(self.reference.abstract(), abstract_view(now))
+            for request, _ in now.requests:
+                gain, expected = self.subject.reclaimable(request), self.reference.reclaimable(request)
+                if gain != expected:
+                    self._violated("reference", f"reclaimable({request!r}) is {gain}, expected {expected}")
+            detail = difference(abstract_view(now), self.reference.abstract())
             if detail is not None:
                 self._violated("reference", f"{call.verb}: {detail}")
         conflicts = self.subject.conflicts()
@@ -524,18 +530,23 @@ class Node:
 
         def base(key: tuple[str, str]) -> list[int] | None:
             if key not in history:
-                below = [(s, r, la) for (s, r, la) in self.after if (r, la) == key and s < lease.serial]
-                open_below = [k for k in below if any(other.serial == k[0] for other in self.leases)]
-                history[key] = self.after[max(open_below)] if open_below else list(committed.get(key, ()))
+                below = [
+                    (row.lease.serial, *key)
+                    for other in self.leases
+                    for row in other.rows
+                    if other.serial < lease.serial and not row.void and _key(row.stream) == key
+                ]
+                history[key] = self.after.get(max(below)) if below else list(committed.get(key, ()))
             return history[key]
 
         retained = bool(step.retention) or any(
             self.subject_config(segment).retention for segment in step.segments if segment.request is not None
         )
-        for fork in step.stream_forks(step.pre_forks):
-            source, target = (fork.source.request, fork.source.label), (fork.target.request, fork.target.label)
-            content = base(source)
-            history[target] = None if content is None else list(content)
+        for fork in lease.forks:
+            if fork.pre:
+                content = base(_key(fork.source.stream))
+                history[_key(fork.target.stream)] = None if content is None else list(content)
+        forked = dict(history)
         contexts: list[list[int] | None] = []
         for place, segment in enumerate(step.segments):
             if segment.request is None:
@@ -545,9 +556,11 @@ class Node:
             content = base(key)
             contexts.append(None if place in void else content)
             history[key] = None if content is None else content + tokens[place]
-        for (request, label), content in history.items():
-            lasting = None if retained or not step.commit else content
-            self.after[lease.serial, request, label] = lasting
+        if not step.commit:
+            history = dict(forked)
+        for row in lease.rows:
+            content = base(_key(row.stream))
+            self.after[lease.serial, *_key(row.stream)] = None if retained else content
         return contexts
 
     def subject_config(self, segment: Segment) -> RequestConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstate.ops import ForkCopy
 from kvstate.ordering import NOTHING, Queue, at, elsewhere, merge
-from kvstate.state import Fork, Lease, OnDevice, Pages, State, Table
+from kvstate.state import Fork, Lease, OnDevice, Pages, State, Stream, Table
 from kvstate.transitions.leaving import content_pages, leave
 
 
@@ -15,6 +15,7 @@ def apply_post_forks(state: State, lease: Lease, forks: list[Fork]) -> None:
     roots: list[dict[int, int]] = [{} for _ in state.device.pools]
     after = NOTHING
     leaving: list[tuple[Fork, Pages]] = []
+    copied: list[tuple[Stream, int]] = []
     for fork in forks:
         source, target = fork.source.stream, fork.target.stream
         tail = source.length % size
@@ -47,8 +48,10 @@ def apply_post_forks(state: State, lease: Lease, forks: list[Fork]) -> None:
         target.written = merge(target.written, source.written)
         target.generation += 1
         target.epoch += 1
+        if tail:
+            copied.append((target, target.epoch))
     if any(copies):
-        op = ForkCopy(state.number(), elsewhere(after, Queue.COMPUTE), lease, tuple(copies))
+        op = ForkCopy(state.number(), elsewhere(after, Queue.COMPUTE), lease, tuple(copies), tuple(copied))
         state.outbox.append(op)
         for fork in forks:
             fork.source.stream.used = merge(fork.source.stream.used, at(Queue.COMPUTE, op.number))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvstate.ordering import NOTHING, Clock, Queue, at, merge
-from kvstate.state import FetchFailed, Fetching, Held, Row, State, Stream, WideRow
+from kvstate.state import Held, OnDevice, OnHost, Row, State, Stream, WideRow
 
 
 def release(state: State, stream: Stream, pages: Sequence[Iterable[int]], behind: set[int], uses: Clock) -> int:
@@ -23,6 +23,11 @@ def release(state: State, stream: Stream, pages: Sequence[Iterable[int]], behind
 def open_on(stream: Stream) -> set[int]:
     """Return the serials of the open leases on a stream, void rows included."""
     return {row.lease.serial for row in stream.rows} | {row.lease.serial for row in stream.voided}
+
+
+def open_above(row: Row) -> set[int]:
+    """Return the serials of the open leases on the row's stream that were admitted after its lease."""
+    return {serial for serial in open_on(row.stream) if serial > row.lease.serial}
 
 
 def leave(state: State, stream: Stream, pages: Sequence[Iterable[int]]) -> int:
@@ -77,8 +82,7 @@ def end_row(state: State, row: Row) -> None:
         stream.pending_fork = None
     if stream.held:
         stop_holding(state, stream, lease.serial)
-    if not stream.opened:
-        forget(state, stream)
+    forget(state, stream)
 
 
 def stop_holding(state: State, stream: Stream, serial: int) -> None:
@@ -94,10 +98,11 @@ def stop_holding(state: State, stream: Stream, serial: int) -> None:
 
 
 def forget(state: State, stream: Stream) -> None:
-    """Take a stream out of its request when it was never opened, owns nothing and no lease names it."""
-    if stream.opened or stream.rows or stream.voided or any(table.count for table in stream.residency.tables):
+    """Take a stream out of its request when it was never opened, owns nothing, and no lease or claim names it."""
+    residency = stream.residency
+    if stream.opened or stream.rows or stream.voided or not isinstance(residency, (OnDevice, OnHost)):
         return
-    if isinstance(stream.residency, (Fetching, FetchFailed)) or stream.request.streams.get(stream.label) is not stream:
+    if any(table.count for table in residency.tables) or stream.request.streams.get(stream.label) is not stream:
         return
     del stream.request.streams[stream.label]
     state.topology += 1
@@ -111,7 +116,7 @@ def give_back(state: State, row: Row) -> None:
     if not isinstance(row, WideRow):
         return
     stream, lease = row.stream, row.lease
-    above = {serial for serial in open_on(stream) if serial > lease.serial}
+    above = open_above(row)
     for pages in (row.takes, row.temps, row.tails):
         if any(pages):
             release(state, stream, pages, set(above), stream.used if lease.number else NOTHING)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
-from kvstate.ops import Op
+from kvstate.ops import ForkCopy, Op
 from kvstate.ordering import merge
 from kvstate.refusals import ConfigConflict, Refusal
 from kvstate.state import (
@@ -15,7 +17,6 @@ from kvstate.state import (
     OffloadClaim,
     OnDevice,
     OnHost,
-    ReloadClaim,
     Request,
     State,
     Stream,
@@ -73,21 +74,22 @@ def ingest(state: State, request: str, config: RequestConfig | None = None) -> I
     return Ingested(request, made.incarnation, False)
 
 
-def _empty(state: State, stream: Stream, keep: bool) -> tuple[int, int]:
-    """Take everything away from a stream; return device pages that became free, and those kept as surplus."""
+def _empty(state: State, stream: Stream, keep: Sequence[set[int]]) -> tuple[int, int]:
+    """Take everything away from a stream but the pages in `keep` (per group), which become surplus.
+
+    Returns
+    -------
+    Device pages that became free, and pages kept.
+    """
     residency = stream.residency
     if stream.rows:
         void_from(stream, 0)
     stream.pending_fork = None
     stream.epoch += 1
     stream.generation += 1
-    device: Tables = ()
-    if isinstance(residency, OnDevice):
-        device = residency.tables
-    elif isinstance(residency, (Fetching, FetchFailed)):
-        device = residency.device
-        if isinstance(residency, Fetching):
-            residency.fetch.cancel_requested = True
+    device = _device_tables(stream)
+    if isinstance(residency, Fetching):
+        residency.fetch.cancel_requested = True
     elif isinstance(residency, OnHost):
         state.host.drop(residency.host, merge(residency.written, residency.used))
     content = content_pages(state, stream)
@@ -96,7 +98,7 @@ def _empty(state: State, stream: Stream, keep: bool) -> tuple[int, int]:
     gone: list[list[int]] = [[] for _ in state.device.pools]
     for group, (pool, table) in enumerate(zip(state.device.pools, device, strict=False)):
         for place, page in enumerate(table):
-            if not keep or pool.owners[page] != 1:
+            if not keep or page not in keep[group]:
                 gone[group].append(page)
                 continue
             # Kept is dropped and granted anew: what used the page goes into its fence.
@@ -107,6 +109,21 @@ def _empty(state: State, stream: Stream, keep: bool) -> tuple[int, int]:
     stream.length = stream.released = 0
     stream.residency = OnDevice(tuple(Table(pages, len(pages)) for pages in kept), 0)
     return leave(state, stream, gone), len(kept[0])
+
+
+def _owned_alone(state: State, request: Request) -> list[set[int]]:
+    """Return the pages per group that exactly one stream of `request` and nobody else owns."""
+    alone: list[set[int]] = [set() for _ in state.device.pools]
+    for stream in request.streams.values():
+        for own, pool, table in zip(alone, state.device.pools, _device_tables(stream), strict=False):
+            own.update(page for page in table if pool.owners[page] == 1)
+    return alone
+
+
+def _device_tables(stream: Stream) -> Tables:
+    """Return the tables of device pages that the stream itself owns."""
+    residency = stream.residency
+    return residency.device if isinstance(residency, (Fetching, FetchFailed)) else residency.tables
 
 
 def reset(state: State, request: str, free: bool = True) -> Emptied | Refusal:
@@ -120,8 +137,9 @@ def reset(state: State, request: str, free: bool = True) -> Emptied | Refusal:
         return found
     # Effect.
     released = kept = 0
+    keep = [] if free else _owned_alone(state, found)
     for stream in list(found.streams.values()):
-        freed, stayed = _empty(state, stream, not free)
+        freed, stayed = _empty(state, stream, keep)
         released += freed
         kept += stayed
         forget(state, stream)
@@ -140,7 +158,7 @@ def remove(state: State, request: str) -> Emptied | Refusal:
     # Effect.
     released = 0
     for stream in found.streams.values():
-        released += _empty(state, stream, False)[0]
+        released += _empty(state, stream, ())[0]
         stream.residency = GONE
     del state.requests[request]
     del state.incarnations[found.incarnation]
@@ -177,16 +195,16 @@ def clear(state: State) -> tuple[Fetch, ...]:
 def op_failed(state: State, op: Op, error: str) -> None:
     """Record that `op` failed at submit on the claim or lease it worked for; its owner ends that.
 
-    A post-fork's copy fails after its step was committed: its targets are emptied, as by a reset of those streams.
+    A post-fork's copy fails after its step was committed: the targets it was for are emptied, as by a reset of those
+    streams, unless they hold something else by now.
     """
     owner = op.owner
     if isinstance(owner, Fetch):
         if owner.open:
             failed(state, owner, error)
-    elif isinstance(owner, (OffloadClaim, ReloadClaim)) or owner.open:
-        owner.failure = error
+    elif isinstance(op, ForkCopy) and op.committed:
+        for stream, epoch in op.committed:
+            if stream.epoch == epoch and stream.residency is not GONE:
+                _empty(state, stream, ())
     else:
-        for fork in owner.forks:
-            stream = fork.target.stream
-            if stream.request.streams.get(stream.label) is stream and stream.residency is not GONE:
-                _empty(state, stream, False)
+        owner.failure = error

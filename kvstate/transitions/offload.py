@@ -136,8 +136,7 @@ def commit_offload(state: State, claim: OffloadClaim) -> Offloaded | Abandoned |
             stream.residency = OnHost(part.host, copy, NOTHING)
             stream.generation += 1
             stream.epoch += 1
-            if not stream.opened:
-                forget(state, stream)
+            forget(state, stream)
         else:
             orphaned = True
             state.host.drop(part.host, copy)
@@ -164,6 +163,7 @@ def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
         state.host.drop(part.host, copy)
         if isinstance(stream.residency, Offloading) and stream.residency.claim is claim:
             stream.residency = OnDevice(part.device, state.room(stream, stream.length, stream.retention))
+            forget(state, stream)
         else:
             orphaned = True
             leave_claim(state, stream, part.device, claim.serial)
@@ -182,9 +182,10 @@ def reclaimable(state: State, request: str) -> int:
     for group, pool in enumerate(state.device.pools):
         mine: dict[int, int] = {}
         for stream in found.streams.values():
-            if not isinstance(stream.residency, OnDevice) or stream.voided:
+            if not isinstance(stream.residency, OnDevice):
                 return 0
-            for page in stream.residency.tables[group]:
-                mine[page] = mine.get(page, 0) + 1
+            if not stream.voided:  # else its pages are held until that lease has ended
+                for page in stream.residency.tables[group]:
+                    mine[page] = mine.get(page, 0) + 1
         total += sum(1 for page, count in mine.items() if pool.owners[page] == count)
     return total

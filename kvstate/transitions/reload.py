@@ -129,6 +129,7 @@ def commit_reload(state: State, claim: ReloadClaim) -> Reloaded | Abandoned | Re
             for pool, table in zip(state.device.pools, part.device, strict=True):
                 pool.seal(table.part(0, full))
             pages += sum(table.count for table in part.device)
+            forget(state, stream)
         else:
             orphaned = True
             state.device.drop(part.device, copy)
@@ -152,8 +153,7 @@ def abandon_reload(state: State, claim: ReloadClaim) -> Abandoned | Refusal:
         stream = part.stream
         if isinstance(stream.residency, Reloading) and stream.residency.claim is claim:
             stream.residency = OnHost(before.host, before.written, merge(before.used, copy))
-            if not stream.opened:
-                forget(state, stream)
+            forget(state, stream)
         else:
             orphaned = True
             state.host.drop(part.host, merge(merge(before.written, before.used), copy))

@@ -23,7 +23,6 @@ from kvstate.refusals import (
     Refusal,
     StalePlan,
     TooLarge,
-    UnknownRequest,
 )
 from kvstate.state import Lease, OnDevice, Row, State, Status, Stream, WideRow
 from kvstate.transitions.fork import apply_post_forks
@@ -32,6 +31,8 @@ from kvstate.transitions.leaving import (
     end_row,
     end_without_effect,
     leave,
+    open_above,
+    release,
     stop_holding,
     void_above,
 )
@@ -80,18 +81,15 @@ class Aborted:
     pending: bool
 
 
-def _streams(state: State, step: Step) -> list[Stream | None] | Refusal:
+def _streams(state: State, step: Step) -> list[Stream | None]:
     """Return the open streams of a plain step, remembered by the step until the set of streams changes."""
     resolved = step._resolved
     if resolved is not None and resolved[0] is state and resolved[1] == state.topology:
         return resolved[2]  # type: ignore[no-any-return]
     streams: list[Stream | None] = []
     for segment in step.segments:
-        assert segment.request is not None
-        request = state.requests.get(segment.request)
-        if request is None:
-            return UnknownRequest(request=segment.request, label=segment.label)
-        stream = request.streams.get(segment.label)
+        request = state.requests.get(segment.request or "")
+        stream = request.streams.get(segment.label) if request is not None else None
         streams.append(stream if stream is not None and stream.opened else None)
     object.__setattr__(step, "_resolved", (state, state.topology, streams))
     return streams
@@ -106,7 +104,7 @@ def admit(state: State, step: Step) -> Lease | Refusal:
     if not step.plain:
         # Guard.
         reservation = Reservation(state, step)
-        refusal = reservation.simulate() or _short(state, reservation)
+        refusal = reservation.simulate() or _short(state, step, reservation.wanted)
         if refusal is not None:
             return refusal
         # Effect.
@@ -114,8 +112,6 @@ def admit(state: State, step: Step) -> Lease | Refusal:
     else:
         # Guard.
         streams = _streams(state, step)
-        if isinstance(streams, Refusal):
-            return streams
         rows = []
         asking: Reservation | None = None
         for segment, stream in zip(step.segments, streams, strict=True):
@@ -149,7 +145,7 @@ def admit(state: State, step: Step) -> Lease | Refusal:
                 return refusal
             rows.append(None)  # type: ignore[arg-type]
         if asking is not None:
-            refusal = _short(state, asking)
+            refusal = _short(state, step, asking.wanted)
             if refusal is not None:
                 return refusal
             # Effect.
@@ -164,18 +160,20 @@ def admit(state: State, step: Step) -> Lease | Refusal:
     return lease
 
 
-def _short(state: State, reservation: Reservation) -> Refusal | None:
+def _short(state: State, step: Step, wanted: int) -> Refusal | None:
     """Return the refusal of a step that wants more pages than there are."""
-    short = state.device.short([reservation.wanted] * len(state.device.pools))
+    short = state.device.short([wanted] * len(state.device.pools))
     if short is None:
         return None
-    request, label, wanted = reservation.largest()
-    capacity = state.geometry.pages
-    if wanted > capacity:
-        return TooLarge(request=request, label=label, wanted=wanted, capacity=capacity)
-    first = reservation.first_short
-    assert first is not None
-    return PagesExhausted(request=first.stream.request.id, label=first.stream.label, short=short)
+    whole = Reservation(state, step)
+    whole.simulate()
+    request, label, pages = whole.largest()
+    if pages > state.geometry.pages:
+        return TooLarge(request=request, label=label, wanted=pages, capacity=state.geometry.pages)
+    assert whole.first_short is not None
+    return PagesExhausted(
+        request=whole.first_short.stream.request.id, label=whole.first_short.stream.label, short=short
+    )
 
 
 def plan(state: State, lease: Lease) -> Plan | Refusal:
@@ -184,7 +182,7 @@ def plan(state: State, lease: Lease) -> Plan | Refusal:
     admitted → planned
     """
     # Guard.
-    if not lease.open or lease.abort_requested:
+    if not lease.open:
         return StalePlan(ended=True)
     if lease.status in (Status.ENTERED, Status.LAUNCHED):
         return AlreadyLaunched()
@@ -192,7 +190,7 @@ def plan(state: State, lease: Lease) -> Plan | Refusal:
         return _stale(lease)
     # Effect.
     sinks = tuple(pool.sink for pool in state.device.pools)
-    lease.plan = Plan(lease, state.page_size, sinks, frozenset(lease.void_places()))
+    lease.plan = Plan(lease, state.page_size, sinks, frozenset(lease.void_places()), lease.void)
     lease.status = Status.PLANNED
     return lease.plan
 
@@ -214,11 +212,13 @@ def launch_enter(state: State, planned: Plan) -> StepBegin | Refusal:
     """
     # Guard.
     lease = planned.lease
-    if not lease.open or lease.plan is not planned or lease.abort_requested:
+    if not lease.open:
         return StalePlan(ended=True)
-    if lease.status is not Status.PLANNED:
+    if lease.status in (Status.ENTERED, Status.LAUNCHED):
         return AlreadyLaunched()
-    if lease.void != lease.told or lease.void_places() != tuple(sorted(planned.sunk)):
+    if lease.plan is not planned:
+        return StalePlan(ended=True)
+    if lease.void != planned.void:
         return _stale(lease)
     after: Clock = NOTHING
     last: Clock = NOTHING
@@ -255,7 +255,7 @@ def _launches_next(row: Row) -> bool:
     stream = row.stream
     older = stream.rows[: stream.rows.index(row)]
     return all(other.lease.status is Status.LAUNCHED for other in older) and not any(
-        other.lease.status is Status.ENTERED for other in stream.voided
+        other.lease.status is Status.ENTERED for other in stream.voided if other.lease.serial < row.lease.serial
     )
 
 
@@ -303,10 +303,10 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
     dropped = lease.void_places()
     number = lease.number
     clock: Clock = (number, 0, 0)
-    post = [fork for fork in lease.forks if not fork.pre and not fork.target.void]
-    forks = [fork for fork in post if not fork.source.void]
+    forks = _surviving(lease)
     for fork in forks:
         _open(state, fork.target.stream)
+    unused = [fork.target for fork in lease.forks if not fork.pre and not fork.target.void]
     lease.status = Status.COMMITTED
     serial = lease.serial
     del state.leases[serial]
@@ -329,9 +329,23 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
     lease.forks = tuple(forks)
     if forks:
         apply_post_forks(state, lease, forks)
-    for fork in post:
-        state.device.drop(fork.target.tails, NOTHING)
+    for target in unused:
+        state.device.drop(target.tails, NOTHING)
     return Committed(lease, None if accepted is None else tuple(accepted), dropped)
+
+
+def _surviving(lease: Lease) -> list[Fork]:
+    """Return the post-forks that apply: a void source or target drops its fork, and that one the forks of its target."""
+    forks: list[Fork] = []
+    dropped: list[Row] = []
+    for fork in lease.forks:
+        if fork.pre:
+            continue
+        if fork.source.void or fork.target.void or fork.source in dropped:
+            dropped.append(fork.target)
+        else:
+            forks.append(fork)
+    return forks
 
 
 def _open(state: State, stream: Stream) -> None:
@@ -416,7 +430,8 @@ def _commit_row(state: State, row: Row, stored: int | None, clock: Clock) -> Non
 def _return_temps(state: State, row: WideRow) -> None:
     """Return the pages of a step that does not commit; what runs above may still read them."""
     if any(row.temps):
-        leave(state, row.stream, row.temps)
+        above = open_above(row)
+        release(state, row.stream, row.temps, above, row.stream.used)
         row.temps = state.no_pages()
 
 

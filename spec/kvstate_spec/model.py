@@ -100,12 +100,18 @@ class Lease:
     handle: int
     step: Step
     granted: dict[Key, list[Page]]
+    # What pre-forks share, per target: the lease owns these too until it ends.
+    shared: dict[StreamId, list[Page]]
     rows: list[Row] = attrs.Factory(list)
     status: str = "admitted"
     plan: int | None = None
     told: list[Row] = attrs.Factory(list)
     seen: list[Row] = attrs.Factory(list)
     abort_at_exit: bool = False
+
+    def counting(self) -> list[Row]:
+        """Return the rows that still count."""
+        return [row for row in self.rows if not row.void]
 
     def void(self) -> list[Row]:
         """Return the rows that will not count."""

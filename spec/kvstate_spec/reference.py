@@ -79,6 +79,8 @@ class Reference:
     claims: dict[int, Claim] = attrs.Factory(dict)
     # Pages that left a stream, each with the leases behind which it stays taken (20).
     kept: list[tuple[Page, frozenset[int]]] = attrs.Factory(list)
+    # The targets of the newest commit's post-forks whose last page is copied.
+    copied: list[Stream] = attrs.Factory(list)
     _serial: Iterator[int] = attrs.Factory(itertools.count)
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -90,7 +92,9 @@ class Reference:
         for s in self.streams():
             owners.append((s, s.image.content + s.image.surplus))
         for lease in self.leases.values():
-            owners.append((lease, [page for pages in lease.granted.values() for page in pages]))
+            owners.append(
+                (lease, [page for pages in (*lease.granted.values(), *lease.shared.values()) for page in pages])
+            )
         for page, behind in self.kept:
             if any(handle in self.leases for handle in behind):
                 owners.append(("kept", [page]))
@@ -132,7 +136,9 @@ class Reference:
         tokens: Sequence[Sequence[Token]],
         accepted: Sequence[int],
         void: frozenset[StreamId] = frozenset(),
-    ) -> tuple[dict[StreamId, int], dict[StreamId, list[Page]], list[StreamFork]]:
+    ) -> tuple[
+        dict[StreamId, int], dict[StreamId, list[Page]], list[StreamFork], list[StreamFork], dict[StreamId, list[Page]]
+    ]:
         policies = {name: self.requests[name.request].config.retention.get(name.label) for name in images.keys() - void}
         return walk(step, self.geometry.page_size, policies, self._new, images, granted, tokens, accepted, void)
 
@@ -165,11 +171,11 @@ class Reference:
         assumed = {name: image.result() for name, image in images.items()}
         granted: dict[Key, list[Page]] = {}
         spans = [segment.span for segment in step.segments]
-        lengths, _, forked = self._walk(step, images, granted, [[None] * span for span in spans], spans)
+        lengths, _, forked, posted, shared = self._walk(step, images, granted, [[None] * span for span in spans], spans)
         if refusal := self._too_few(step, names, lengths, granted):
             return refusal
 
-        lease = self.leases[handle] = Lease(handle, step, granted)
+        lease = self.leases[handle] = Lease(handle, step, granted, shared)
         rows: dict[StreamId, Row] = {}
         for name in names:
             stream = self.requests[name.request].stream(name.label)
@@ -178,7 +184,7 @@ class Reference:
             stream.rows.append(rows[name])
         for fork in forked:
             rows[fork.target].sources.append(rows[fork.source])
-        for fork in step.stream_forks(step.post_forks):
+        for fork in posted:
             rows[fork.target].post_target = True
         return None
 
@@ -254,7 +260,7 @@ class Reference:
         if any(row not in held.seen for row in void):
             held.told = void
             return StalePlan(void=held.void_places())
-        for row in held.rows:
+        for row in held.counting():
             for older in row.stream.rows[: row.stream.rows.index(row)]:
                 if older.lease.status == "launching" or not (older.void or older.lease.status == "launched"):
                     return OutOfOrder(request=row.stream.id.request, label=row.stream.id.label)
@@ -282,21 +288,25 @@ class Reference:
         held = self.leases[lease]
         if held.status != "launched":
             return NotLaunched()
-        for row in held.rows:
+        for row in held.counting():
             if any(not older.void for older in row.stream.rows[: row.stream.rows.index(row)]):
                 return OutOfOrder(request=row.stream.id.request, label=row.stream.id.label)
 
-        counting = [row for row in held.rows if not row.void]
+        counting = held.counting()
         images = {row.stream.id: Image() if row.void else row.stream.image.copy() for row in held.rows}
         assert all(images[row.stream.id].result() == row.assumes for row in counting), "a row counts on what is not so"
         counts = [segment.span for segment in held.step.segments] if accepted is None else list(accepted)
         void = frozenset(row.stream.id for row in held.void())
         dropped, reserved = held.void_places(), set(held.granted)
-        _, left, _ = self._walk(held.step, images, held.granted, tokens, counts, void)
+        _, left, _, posted, _ = self._walk(held.step, images, held.granted, tokens, counts, void)
         assert set(held.granted) == reserved, "a commit takes no page that its admission did not reserve"
-        self._end(held)
         for row in counting:
             row.stream.image = images[row.stream.id]
+        partly = {name for name, image in images.items() if len(image.tokens) % self.geometry.page_size}
+        names = {fork.target for fork in posted} & partly
+        self.copied = [row.stream for row in counting if row.stream.id in names]
+        self._end(held)
+        for row in counting:
             self._leave(row.stream, left[row.stream.id])
         for row in counting:
             if row.stream.image.result() != row.leaves.result():
@@ -323,7 +333,19 @@ class Reference:
         self._tidy()
 
     def _end(self, lease: Lease) -> None:
+        """Take a lease away; what it was granted and no stream has now waits for the rows above, which may use it (18)."""
         del self.leases[lease.handle]
+        stored = {page for s in self.streams() for page in s.image.content + s.image.surplus}
+        for key, granted in lease.granted.items():
+            name = self._asked_for(lease.step, key)
+            row = next(row for row in lease.rows if row.stream.id == name)
+            rows = row.stream.rows
+            above = frozenset(other.lease.handle for other in rows[rows.index(row) + 1 :])
+            if above:
+                self.kept += [(page, above) for page in granted if page not in stored]
+        for row in lease.void():
+            above = frozenset(other.lease.handle for other in row.stream.rows[row.stream.rows.index(row) + 1 :])
+            self.kept += [(page, above) for page in lease.shared.get(row.stream.id, []) if above]
         for row in lease.rows:
             row.stream.rows.remove(row)
 
@@ -585,18 +607,27 @@ class Reference:
         self._empty(self.requests.pop(request), free=True)
         return None
 
+    def fork_failed(self) -> None:
+        """Empty the targets of the newest commit's post-forks whose last page was to be copied (31)."""
+        for s in self.copied:
+            self._empty_stream(s, [])
+        self._tidy()
+
     def _empty(self, request: Request, free: bool) -> None:
         owned = [page for _, pages in self.owners() for page in set(pages)]
         for claim in self.claims.values():
             claim.orphaned |= claim.request is request
         for s in request.streams.values():
-            for row in s.counting():
-                self._void(row)
             table = s.image.content + s.image.surplus
-            stay = [page for page in table if not free and owned.count(page) == 1]
-            s.image = Image(opened=s.image.opened, surplus=stay)
-            s.host, s.residency, s.error = [], ON_DEVICE, ""
-            self._leave(s, [page for page in table if page not in stay])
+            self._empty_stream(s, [page for page in table if not free and owned.count(page) == 1])
+
+    def _empty_stream(self, s: Stream, stay: list[Page]) -> None:
+        for row in s.counting():
+            self._void(row)
+        table = s.image.content + s.image.surplus
+        s.image = Image(opened=s.image.opened, surplus=stay)
+        s.host, s.residency, s.error = [], ON_DEVICE, ""
+        self._leave(s, [page for page in table if page not in stay])
 
     # ---------------------------------------------------------------------------------------------------------------
     # Questions
@@ -613,8 +644,9 @@ class Reference:
         if request not in self.requests:
             return 0
         mine = list(self.requests[request].streams.values())
-        if any(s.residency != ON_DEVICE or s.rows for s in mine):
+        if any(s.residency != ON_DEVICE or s.counting() for s in mine):
             return 0
+        mine = [s for s in mine if not s.rows]
         others = {page for owner, pages in self.owners() if owner not in mine for page in pages}
         return len({page for s in mine for page in s.image.content + s.image.surplus} - others)
 

@@ -27,18 +27,23 @@ def walk(
     tokens: Sequence[Sequence[Token]],
     accepted: Sequence[int],
     void: frozenset[StreamId] = frozenset(),
-) -> tuple[dict[StreamId, int], dict[StreamId, list[Page]], list[StreamFork]]:
+) -> tuple[
+    dict[StreamId, int], dict[StreamId, list[Page]], list[StreamFork], list[StreamFork], dict[StreamId, list[Page]]
+]:
     """Take `images` through a step: in its admission everything is accepted and nothing void, in its commit not so.
 
     A page that is needed and not in `granted` is granted, by `new`, and noted there. Returns the in-step lengths, the
-    pages that left each stream, and the pre-forks that did something.
+    pages that left each stream, the pre-forks and the post-forks that did something,
+    and the pages that each pre-fork shares.
     """
     spans = {name: 0 for name in images}
     for segment in step.segments:
         if (name := stream_id(segment)) is not None:
             spans[name] += segment.span
     left: dict[StreamId, list[Page]] = {name: [] for name in images}
+    shared: dict[StreamId, list[Page]] = {}
     forked: list[StreamFork] = []
+    posted: list[StreamFork] = []
 
     def copy(fork: StreamFork, page: list[Page]) -> None:
         source, target = images[fork.source], images[fork.target]
@@ -57,6 +62,7 @@ def walk(
         if len(source.tokens) % size:
             page = target.surplus[:1] or granted.setdefault(("pre", place), new(1))
         copy(fork, page)
+        shared[fork.target] = source.content[: len(source.tokens) // size]
         forked.append(fork)
 
     # Segments (7): content first, then surplus, then grants.
@@ -111,12 +117,13 @@ def walk(
                 granted["post", place] = page
         copy(fork, page if len(source.tokens) % size else [])
         uncertain[fork.target] = uncertain[fork.source]
+        posted.append(fork)
 
     # Without a commit, surplus that the segments used is surplus again; granted pages return with the lease (17).
     if not step.commit:
         for name, image in images.items():
             image.surplus = own[name] + image.surplus
-    return lengths, left, forked
+    return lengths, left, forked, posted, shared
 
 
 def retain(image: Image, policy: RetentionPolicy | None, size: int) -> list[Page]:

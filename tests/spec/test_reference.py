@@ -286,6 +286,12 @@ def test_nobody_names_a_post_forks_target_before_its_step_ended_or_its_row_went_
     assert d.admit(step(span(1, "b")), handle=d.handle()) is None
 
 
+def test_a_post_fork_that_does_nothing_leaves_its_target_free() -> None:
+    d = driver()
+    d.admitted(step(span(0), post_forks=(LabelFork("nothing", "x"),)))
+    assert d.admit(step(span(1, label="x")), handle=d.handle()) is None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 13 – 15
 
@@ -377,6 +383,16 @@ def test_commit_follows_launch_and_commits_come_in_order_and_once() -> None:
     assert d.commit(first) == LeaseEnded()
 
 
+def test_a_void_row_waits_for_no_older_row_at_commit() -> None:
+    d = driver("a", "b")
+    d.admitted(step(span(1)))
+    lease = d.admitted(step(span(1, "b"), pre_forks=(StreamFork(StreamId("b"), StreamId("a")),)))
+    d.reset("b")
+    assert d.plan(lease, handle=d.handle()) == StalePlan(void=(0,))
+    d.launch(lease)
+    assert d.commit(lease) == (0,)
+
+
 def test_without_commit_no_length_moves_but_forks_apply() -> None:
     d = driver()
     d.stored(step(span(3)))
@@ -463,6 +479,16 @@ def test_pages_that_leave_stay_taken_until_the_leases_open_then_have_ended() -> 
     d.abort(leases[0])
     assert d.device_free == 16
     d.abort(later)
+
+
+def test_what_an_aborted_lease_was_granted_waits_for_the_rows_above_that_may_use_it() -> None:
+    d = driver()
+    first = d.admitted(step(span(4)))
+    above = d.admitted(step(span(1)))
+    d.abort(first)
+    assert d.device_free == 14
+    d.abort(above)
+    assert d.device_free == 16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -873,8 +899,10 @@ class Walk(Driver):
                 assert [list(r.streams) for r in ref.requests.values()] == order
             return outcome
         if verb == "plan":
-            self.plans[lease] = handle
-            return ref.plan(lease, handle=handle)
+            outcome = ref.plan(lease, handle=handle)
+            if outcome is None:
+                self.plans[lease] = handle
+            return outcome
         if verb == "launch":
             return ref.launch_enter(lease, plan=self.plans.get(lease, 0))
         if verb == "exit" and held is not None and held.status == "launching":

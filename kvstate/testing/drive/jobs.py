@@ -1,7 +1,7 @@
 """What each request of a driven workload does, written down before anything runs; and the pages that takes.
 
-A request computes its prompt in chunks, then decodes token by token. Some also draft a token ahead, and some fork onto a
-second label, so that its final content is the same whatever the threads do.
+A request computes its prompt in chunks, then decodes token by token; some also draft a token ahead, and some fork onto
+a second label. Its final content is the same whatever the threads do.
 """
 
 from __future__ import annotations
@@ -125,11 +125,14 @@ class Job:
         return self.request.prompt_tokens + self.request.output_tokens
 
     def next_part(self, budget: int) -> Part | None:
-        """Return what comes after all that is planned, with at most `budget` prompt tokens; None if there is nothing."""
+        """Return what comes after all that is planned, `budget` prompt tokens at most; None: nothing for now."""
         start = self.pending[-1].stop if self.pending else self.stored
         left = self.total - start
         prompt = self.request.prompt_tokens - start
         if not left or (prompt > 0 and not budget):
+            return None
+        if self.pending and self.pending[-1].post_fork:
+            # No step may name the target before the fork has its result (ForkPending).
             return None
         if prompt > 0:
             span = min(prompt, budget)
@@ -138,7 +141,9 @@ class Job:
             return Part(self, start, min(left, 2), (MAIN,))
         if self.style is Style.PLAIN:
             return Part(self, start, 1, (MAIN,))
-        return Part(self, start, 1, (MAIN, BEAM), pre_fork=self.style is Style.PRE_FORKS and -prompt % REFORK_EVERY == 0)
+        return Part(
+            self, start, 1, (MAIN, BEAM), pre_fork=self.style is Style.PRE_FORKS and -prompt % REFORK_EVERY == 0
+        )
 
     def accepts(self, start: int, span: int) -> int:
         """Return how many tokens of a part that starts at `start` count."""
@@ -211,7 +216,7 @@ def in_words(stamp: object, jobs: Sequence[Job]) -> str:
 
 
 def pages_needed(request: TraceRequest, style: Style, page_size: int) -> int:
-    """Return the device pages a request may ask for at once, no sharing counted: what the machine's TooLarge looks at."""
+    """Return the device pages that a request may ask for at once, no sharing counted: what TooLarge looks at."""
     pages = -(-(request.prompt_tokens + request.output_tokens) // page_size)
     return 2 * pages + 2 if style.forks else pages
 

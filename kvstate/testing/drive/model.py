@@ -20,7 +20,7 @@ from kvstate.ops import Op, Plan, PlanView, Tier
 from kvstate.ordering import Clock, Queue, at
 from kvstate.refusals import Refusal, StalePlan
 from kvstate.state import Lease, OffloadClaim, ReloadClaim
-from kvstate.testing.drive_jobs import BEAM, Job, Part, in_words
+from kvstate.testing.drive.jobs import BEAM, Job, Part, in_words
 from kvstate.testing.judge import EdgeJudge
 from kvstate.transitions.offload import Abandoned, Offloaded
 from kvstate.transitions.reload import Reloaded
@@ -117,7 +117,7 @@ class Planned:
     """A step on its way from the planner through the launcher. `accepted` is per segment, None for everything."""
 
     lease: Lease
-    plan: Plan
+    plan: Plan | Refusal
     parts: Sequence[Part]
     accepted: list[int] | None = None
 
@@ -152,18 +152,18 @@ class Launcher:
     def launch(self, planned: Planned) -> None:
         """Launch a step; plan it again as often as segments went void; abort it when none is left."""
         meter, lease = self.meter, planned.lease
-        plan: Plan | Refusal = planned.plan
+        plan = planned.plan
         while True:
             if isinstance(plan, Plan):
+                planned.plan = plan
                 if len(plan.sunk) == len(lease.step.segments):
                     meter.machine(self.manager.abort, lease)
                     return
-                planned.plan = plan
                 began = time.thread_time()
                 try:
                     with self.manager.launch(plan):
                         entered = time.thread_time()
-                        self._compute(planned)
+                        self._compute(planned, plan)
                         began += time.thread_time() - entered
                     return
                 except Refused as refused:
@@ -175,10 +175,10 @@ class Launcher:
                 raise Refused(plan)
             plan = meter.machine(self.manager.plan, lease)
 
-    def _compute(self, planned: Planned) -> None:
+    def _compute(self, planned: Planned, plan: Plan) -> None:
         """Write every segment; then read every context back and compare them all at once."""
         began = time.thread_time()
-        views = planned.plan.in_step_order
+        views = plan.in_step_order
         live: list[tuple[Part, str, PlanView, int]] = []
         accepted: list[int] = []
         for part in planned.parts:
@@ -186,8 +186,10 @@ class Launcher:
             count = part.job.accepts(view.start, part.span)
             accepted.extend([count] * len(part.labels))
             if not view.sink:
-                self._write(planned.plan, part, count)
-                live.extend((part, label, views[place], count) for label, place in zip(part.labels, part.places, strict=True))
+                self._write(plan, part, count)
+                live.extend(
+                    (part, label, views[place], count) for label, place in zip(part.labels, part.places, strict=True)
+                )
         if any(count < view.span for count, view in zip(accepted, views, strict=True)):
             planned.accepted = accepted
         written = time.thread_time()
@@ -219,6 +221,7 @@ class Launcher:
 
     def commit(self, planned: Planned) -> StepEnded:
         """Commit a launched step, in the machine and in what the contents should be."""
+        assert isinstance(planned.plan, Plan)
         views = planned.plan.in_step_order
         dropped: Sequence[int] = range(len(views))
         if planned.lease.open:
@@ -226,12 +229,14 @@ class Launcher:
             if isinstance(committed, Refusal):
                 raise Refused(committed)
             dropped = committed.dropped
-        return StepEnded([self._settle(planned, part, part.places[0] in dropped) for part in planned.parts])
+        return StepEnded([self._settle(planned, views, part, part.places[0] in dropped) for part in planned.parts])
 
-    def _settle(self, planned: Planned, part: Part, dropped: bool) -> tuple[Part, int, int | None]:
+    def _settle(
+        self, planned: Planned, views: Sequence[PlanView], part: Part, dropped: bool
+    ) -> tuple[Part, int, int | None]:
         """Make the expected contents what the machine says it stored."""
         job, place = part.job, part.places[0]
-        view = planned.plan.in_step_order[place]
+        view = views[place]
         stored = part.span if planned.accepted is None else planned.accepted[place]
         if not view.sink:
             kept = view.start if dropped else view.start + stored
@@ -243,7 +248,7 @@ class Launcher:
             return part, view.start, None
         if part.post_fork:
             job.content[BEAM] = job.content[MAIN].copy()
-        job.tables = tuple(planned.plan.in_step_order[place].tables for place in part.places)
+        job.tables = tuple(views[place].tables for place in part.places)
         return part, view.start, stored
 
     def _finish(self, job: Job, label: str, found: list[Any]) -> None:
