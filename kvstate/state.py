@@ -160,10 +160,11 @@ GONE = Gone()
 
 @attrs.define(eq=False)
 class Held:
-    """Pages that left a stream while leases were open that may use them: the serials of those, and the pages."""
+    """Pages that left a stream while leases were open that may use them: the serials of those, and uses known so far."""
 
     behind: set[int]
     pages: Pages
+    uses: Clock
 
 
 class Stream:

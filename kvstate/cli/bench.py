@@ -91,8 +91,16 @@ def measure_step(streams: int, tokens: int, repeats: int) -> list[float]:
 
 
 def measure_claim(pages: int, repeats: int) -> dict[str, list[float]]:
-    """Return µs per page of claim + commit, per direction, one value per repeat. Nothing is copied."""
-    manager = _manager(pages + 1, pages)
+    """Return µs per page of claim + commit, per direction, one value per repeat. Nothing is copied.
+
+    The pool is worn, as a server's is: each page had an owner of its own before, so no two have the same fence.
+    """
+    manager = _manager(pages, pages)
+    for page in range(pages):
+        _done(manager.ingest(f"before {page}"))
+        _run_step(manager, Step((Segment(f"before {page}"),)))
+    for page in range(pages):
+        _done(manager.remove(f"before {page}"))
     _done(manager.ingest("r"))
     _run_step(manager, Step((Segment("r", span=pages * PAGE_SIZE),)))
     taken: dict[str, list[float]] = {"offload": [], "reload": []}

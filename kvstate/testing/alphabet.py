@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
-from kvstate.state import Lease, Status
+from kvstate.state import Fetch, Lease, Status
 from kvstate.testing.world import Node
 from kvstate.types import (
     LabelFork,
@@ -166,12 +166,12 @@ def _some_lease(node: Node, choose: Chooser, *statuses: Status) -> Lease:
 
 def _enter(node: Node, choose: Chooser) -> Any:
     plan = node.plan_of(_some_lease(node, choose, Status.PLANNED))
-    return node.launch_enter(plan, fail=bool(plan.lease.forks) and chance(choose, 15))
+    return node.launch_enter(plan, fail=bool(plan.lease.forks) and chance(choose, 30))
 
 
 def _commit(node: Node, choose: Chooser) -> Any:
     lease = _some_lease(node, choose, Status.LAUNCHED)
-    return node.commit(lease, _accepted(lease, choose), fail=bool(lease.forks) and chance(choose, 15))
+    return node.commit(lease, _accepted(lease, choose), fail=bool(lease.forks) and chance(choose, 30))
 
 
 def _publications(node: Node) -> list[Any]:
@@ -200,7 +200,7 @@ def _retrieve(node: Node, choose: Chooser) -> Any:
     publications = others if others and not chance(choose, 10) else _publications(node)
     publication = pick(choose, publications[-4:][::-1])
     labels = LABELS[: 1 + choose.below(2)]
-    if chance(choose, 3):
+    if chance(choose, 8):
         publication = _foreign(publication, choose)
     return node.claim_retrieve(_request(node, choose), publication, labels)
 
@@ -211,6 +211,11 @@ def _cancelled(node: Node) -> list[Any]:
 
 def _live(node: Node) -> bool:
     return bool(node.now.requests)
+
+
+def _busy(node: Node) -> bool:
+    """Tell whether there is something to lose."""
+    return any(s.length or s.rows or s.residency != "OnDevice" for s in node.now.streams)
 
 
 def _has(*statuses: Status) -> Callable[[Node], bool]:
@@ -232,7 +237,7 @@ def _to_copy(node: Node) -> list[Any]:
 _A, _P, _E, _L = Status.ADMITTED, Status.PLANNED, Status.ENTERED, Status.LAUNCHED
 
 ALPHABET: tuple[Letter, ...] = (
-    Letter("ingest", 6, lambda n: True, lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c))),
+    Letter("ingest", 6, lambda n: len(n.now.requests) < len(REQUESTS), lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c))),
     Letter("admit", 26, _live, lambda n, c: n.admit(_step(n, c))),
     Letter("plan", 20, _has(_A), lambda n, c: n.plan(_some_lease(n, c, _A, _A, _P))),
     Letter(
@@ -259,8 +264,26 @@ ALPHABET: tuple[Letter, ...] = (
     Letter("fail_fetch", 3, lambda n: bool(n.fetches), lambda n, c: n.fail_fetch(pick(c, n.fetches))),
     Letter("cancel_retrieve", 8, lambda n: bool(n.fetches), lambda n, c: n.cancel_retrieve(_request(n, c))),
     Letter("confirm_cancel", 16, lambda n: bool(_cancelled(n)), lambda n, c: n.confirm_cancel(pick(c, _cancelled(n)))),
-    Letter("reset", 3, _live, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
-    Letter("remove", 2, _live, lambda n, c: n.remove(_request(n, c))),
+    Letter("reset", 3, _busy, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
+    Letter("remove", 2, _busy, lambda n, c: n.remove(_request(n, c))),
 )  # fmt: skip
+
+def advance(node: Node, choose: Chooser) -> Any:
+    """Take the next lock-sized call of one open lease, claim or fetch: what a program mostly does."""
+    work = [*node.leases, *node.claims, *node.fetches]
+    item = pick(choose, work)
+    if isinstance(item, Lease):
+        if item.status is Status.ADMITTED or item.void > (item.plan.void if item.plan is not None else 0):
+            if item.status in (Status.ADMITTED, Status.PLANNED):
+                return node.plan(item)
+        if item.status is Status.PLANNED:
+            return node.launch_enter(node.plan_of(item))
+        if item.status is Status.ENTERED:
+            return node.launch_exit(item)
+        return node.commit(item, _accepted(item, choose))
+    if isinstance(item, Fetch):
+        return node.land(item)
+    return node.commit_claim(item)
+
 
 LETTERS = {letter.verb: letter for letter in ALPHABET}

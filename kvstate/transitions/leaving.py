@@ -1,7 +1,7 @@
 """How pages leave a stream, how segments go void, how a lease's row ends. Shared by every transition that takes away.
 
 The one rule: pages that leave while leases are open that may use them are held until the last of those has ended, and only
-then dropped, with every use that the stream knows. A lease admitted later never saw them and holds nothing up.
+then dropped, with the uses of the stream so far and of those leases that were launched. A lease admitted later never saw them and holds nothing up.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvstate.ordering import NOTHING, Clock, Queue, at, merge
-from kvstate.state import Held, OnDevice, OnHost, Row, State, Stream, WideRow
+from kvstate.state import Held, Lease, OnDevice, OnHost, Row, State, Stream, WideRow
 
 
 def release(state: State, stream: Stream, pages: Sequence[Iterable[int]], behind: set[int], uses: Clock) -> int:
     """Drop `pages` with `uses`, or hold them while the leases `behind` are open; return how many became free."""
     if behind:
-        stream.held.append(Held(behind, tuple(list(own) for own in pages)))
+        stream.held.append(Held(behind, tuple(list(own) for own in pages), uses))
         return 0
     return state.device.drop(pages, uses)
 
@@ -81,20 +81,23 @@ def end_row(state: State, row: Row) -> None:
     if stream.pending_fork is lease:
         stream.pending_fork = None
     if stream.held:
-        stop_holding(state, stream, lease.serial)
+        stop_holding(state, stream, lease)
     forget(state, stream)
 
 
-def stop_holding(state: State, stream: Stream, serial: int) -> None:
-    """Note that lease `serial` has ended: what was held for it alone is dropped."""
+def stop_holding(state: State, stream: Stream, lease: Lease) -> None:
+    """Note that `lease` has ended: what was held for it alone is dropped, with its use if it was launched."""
     held = stream.held
     stream.held = []
-    for pages in held:
-        pages.behind.discard(serial)
-        if pages.behind:
-            stream.held.append(pages)
+    for left in held:
+        if lease.serial in left.behind:
+            left.behind.discard(lease.serial)
+            if lease.number:
+                left.uses = merge(left.uses, at(Queue.COMPUTE, lease.number))
+        if left.behind:
+            stream.held.append(left)
         else:
-            state.device.drop(pages.pages, merge(stream.used, stream.written))
+            state.device.drop(left.pages, left.uses)
 
 
 def forget(state: State, stream: Stream) -> None:

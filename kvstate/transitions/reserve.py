@@ -70,8 +70,8 @@ class Draft:
     """
 
     __slots__ = (
-        "base", "content", "exists", "fork_granted", "kept", "length", "most", "named", "opens", "span_granted",
-        "start", "stream", "surplus", "tail_of",
+        "base", "content", "exists", "fork_granted", "kept", "length", "most", "named", "opens", "shared", "span_granted",
+        "start", "stream", "surplus",
     )  # fmt: skip
 
     def __init__(self, stream: Stream, page_size: int) -> None:
@@ -85,12 +85,19 @@ class Draft:
         self.start = self.kept = self.most = self.length
         self.fork_granted = 0
         self.span_granted = 0
-        # The draft whose last page is copied, for the target of a pre-fork: the first of a chain.
-        self.tail_of: Draft | None = None
+        # The full pages that a pre-fork shares, when this is its target.
+        self.shared: list[int] | None = None
         # `opens`: by a span or a pre-fork of this step; `exists` also by one of its post-forks.
         self.opens = False
         self.exists = False
         self.named = False
+
+    def base_pages(self, page_size: int) -> list[int]:
+        """Return the pages that the step starts from on this stream: its own, or those a pre-fork shares."""
+        if self.shared is not None:
+            return self.shared
+        tables = self.base.tables if self.base is not None else self.stream.residency.tables
+        return tables[0].part(0, -(-self.start // page_size)) if tables else []
 
     def want(self, pages: int) -> int:
         """Take `pages` from the surplus first; return how many must be granted."""
@@ -118,6 +125,8 @@ class Reservation:
         self.places: list[tuple[Draft | None, int]] = []
         self.wanted = 0
         self.first_short: Draft | None = None
+        # Where the last page of a pre-fork's target is copied from, by draft and group.
+        self.origins: dict[tuple[int, int], int] = {}
 
     # -- simulate
 
@@ -211,9 +220,9 @@ class Reservation:
         one, two = pair
         size = self.state.page_size
         two.opens = True
+        two.shared = one.base_pages(size)[: one.length // size]
         two.length = two.start = two.kept = two.most = one.length
         two.content = one.length // size
-        two.tail_of = one.tail_of if one.tail_of is not None else one
         two.fork_granted = two.want(1 if one.length % size else 0)
         self._count(two, two.fork_granted)
         self.pre.append((one, two))
@@ -258,15 +267,19 @@ class Reservation:
         return None
 
     def largest(self) -> tuple[str, str, int]:
-        """Return (request, label, pages) of the request that asks for most, no sharing counted."""
+        """Return (request, label, pages) of the request that asks for most; pages its streams share count once."""
         pages: dict[str, int] = {}
         labels: dict[str, str] = {}
-        tails: dict[str, int] = {}
-        for _, two, tail in self.post:
-            tails[two.stream.request.id] = tails.get(two.stream.request.id, 0) + tail
+        known: dict[str, set[int]] = {}
         for (request, label), draft in self.drafts.items():
-            pages[request] = pages.get(request, tails.get(request, 0)) + -(-draft.length // self.state.page_size)
+            own = draft.base_pages(self.state.page_size)
+            mine = known.setdefault(request, set())
+            more = len(set(own) - mine) + draft.content - len(own)
+            mine.update(own)
+            pages[request] = pages.get(request, 0) + more
             labels.setdefault(request, label)
+        for _, two, tail in self.post:
+            pages[two.stream.request.id] += tail
         request = max(pages, key=lambda r: pages[r])
         return request, labels[request], pages[request]
 
@@ -318,7 +331,6 @@ class Reservation:
         source, row = rows[id(one)], rows[id(two)]
         length = two.start
         base_length = two.base.length if two.base is not None else two.stream.length
-        root = rows[id(two.tail_of)] if two.tail_of is not None else source
         tables: list[Table] = []
         copies: list[list[tuple[int, int, int]]] = []
         for group, pool in enumerate(self.state.device.pools):
@@ -336,7 +348,10 @@ class Reservation:
                     row.takes[group].append(tail)
                 pages.append(tail)
                 row.entered = merge(row.entered, pool.fences[tail])
-                copied.append((root.step_tables[group][length // size], tail, length % size))
+                # Of a chain, the first page: a copy reads nothing that another copy of the same op writes.
+                origin = self.origins.get((id(one), group), source.step_tables[group][length // size])
+                self.origins[id(two), group] = origin
+                copied.append((origin, tail, length % size))
             pages.extend(surplus)
             tables.append(Table(pages, len(pages)))
             copies.append(copied)

@@ -98,7 +98,7 @@ def _streams(state: State, step: Step) -> list[Stream | None]:
 def admit(state: State, step: Step) -> Lease | Refusal:
     """Admit a step: reserve everything it needs, or refuse and hold nothing.
 
-    — → leased
+    — → admitted
     """
     lease = Lease(0, step)
     if not step.plain:
@@ -325,7 +325,7 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
             if length == row.room:
                 _seal_last(state, row)
             if stream.held:
-                stop_holding(state, stream, serial)
+                stop_holding(state, stream, lease)
     lease.forks = tuple(forks)
     if forks:
         apply_post_forks(state, lease, forks)

@@ -171,8 +171,8 @@ class Reference:
         assumed = {name: image.result() for name, image in images.items()}
         granted: dict[Key, list[Page]] = {}
         spans = [segment.span for segment in step.segments]
-        lengths, _, forked, posted, shared = self._walk(step, images, granted, [[None] * span for span in spans], spans)
-        if refusal := self._too_few(step, names, lengths, granted):
+        tables, _, forked, posted, shared = self._walk(step, images, granted, [[None] * span for span in spans], spans)
+        if refusal := self._too_few(step, names, tables, granted):
             return refusal
 
         lease = self.leases[handle] = Lease(handle, step, granted, shared)
@@ -198,15 +198,16 @@ class Reference:
         return step.stream_forks(step.pre_forks if phase == "pre" else step.post_forks)[place].target
 
     def _too_few(
-        self, step: Step, names: list[StreamId], lengths: dict[StreamId, int], granted: dict[Key, list[Page]]
+        self, step: Step, names: list[StreamId], tables: dict[StreamId, list[Page]], granted: dict[Key, list[Page]]
     ) -> Refusal | None:
         """Refuse when the free pages do not suffice (11)."""
         free, wanted = self.device_free, sum(map(len, granted.values()))
         if wanted <= free:
             return None
-        asked: dict[str, int] = {}
+        distinct: dict[str, set[Page]] = {}
         for name in names:
-            asked[name.request] = asked.get(name.request, 0) + self.geometry.pages_for(lengths[name])
+            distinct.setdefault(name.request, set()).update(tables[name])
+        asked = {request: len(own) for request, own in distinct.items()}
         for key, pages in granted.items():
             if key[0] == "post":
                 asked[self._asked_for(step, key).request] += len(pages)

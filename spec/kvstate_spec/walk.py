@@ -32,7 +32,7 @@ def walk(
 ]:
     """Take `images` through a step: in its admission everything is accepted and nothing void, in its commit not so.
 
-    A page that is needed and not in `granted` is granted, by `new`, and noted there. Returns the in-step lengths, the
+    A page that is needed and not in `granted` is granted, by `new`, and noted there. Returns the in-step tables, the
     pages that left each stream, the pre-forks and the post-forks that did something,
     and the pages that each pre-fork shares.
     """
@@ -81,7 +81,7 @@ def walk(
         image.content += used
         if missing:
             image.content += granted.setdefault(("segment", place), new(missing))
-    lengths = {name: len(image.tokens) for name, image in images.items()}
+    tables = {name: list(image.content) for name, image in images.items()}
 
     # What is stored (16, 17), and retention (19).
     uncertain = {name: False for name in images}
@@ -123,7 +123,7 @@ def walk(
     if not step.commit:
         for name, image in images.items():
             image.surplus = own[name] + image.surplus
-    return lengths, left, forked, posted, shared
+    return tables, left, forked, posted, shared
 
 
 def retain(image: Image, policy: RetentionPolicy | None, size: int) -> list[Page]:

@@ -1,7 +1,7 @@
 """A manager over a memory backend under the edge judge, in the verbs of the schedules of BUGS.md.
 
-Promises are checked after every transition (``debug=True``), pages that became free are spoiled, and at the end of every
-test everything is ended: then no page may be missing, and the judge may have seen no conflict.
+Promises are checked after every transition (``debug=True``), pages that became free are spoiled, and at the end of
+every test everything is ended: then no page may be missing, and the judge may have seen no conflict.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from kvstate import invariants, view
 from kvstate.manager import KVManager
-from kvstate.ops import CopyIn, CopyOut, FetchBegin, ForkCopy, Op, Plan, StepBegin, StepEnd, Tier
+from kvstate.ops import Op, Plan, StepEnd, Tier
 from kvstate.ordering import NOTHING
 from kvstate.refusals import Refusal
 from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, State
@@ -37,7 +37,7 @@ def stamps_of(plan: Plan, counter: Iterator[int]) -> list[list[str]]:
 
 
 def replay(geometry: Geometry, ops: list[Op], skipped: set[int], stripped: Op | None) -> list[Conflict]:
-    """Return the conflicts of a recorded run in which `stripped` follows nothing (a step: from its begin to its end)."""
+    """Return the conflicts of a recorded run in which `stripped` follows nothing (a step: its begin and its end)."""
     judge = EdgeJudge(geometry.page_size, MemoryBackend.sinks_of(geometry))
     begin = stripped.begin if isinstance(stripped, StepEnd) else None
     for op in ops:
@@ -284,6 +284,3 @@ def bare() -> Iterator[Bare]:
     made = Bare(itertools.count(1))
     yield made
     made.finish()
-
-
-__all__ = ["Bare", "CopyIn", "CopyOut", "FetchBegin", "ForkCopy", "Kv", "StepBegin"]

@@ -477,6 +477,18 @@ def test_D10_sibling_the_host_copy_that_two_labels_share(machines: Any) -> None:
     assert kv.conflicts_without_the_edges_of(kv.last(CopyOut))
 
 
+@pytest.mark.parametrize("phase", ["pre_forks", "post_forks"])
+def test_D10_sibling_the_copy_that_a_fork_made_of_a_last_page(kv: Any, phase: str) -> None:
+    kv.ingest("parent", "child", "fetcher")
+    kv.run(Segment("parent", span=3))
+    kv.run(Segment("child", span=0), **{phase: [StreamFork(PARENT, CHILD)]})
+    kv.remove("parent")
+    claim_fetch(kv, "fetcher", 2 * kv.device_free)
+
+    assert follows(kv.last(FetchBegin), kv.last(ForkCopy))
+    assert kv.conflicts_without_the_edges_of(kv.last(FetchBegin))
+
+
 def test_D10_sibling_the_use_of_a_stream_that_let_pages_go_by_retention(kv: Any) -> None:
     share(kv, 8)
     keep = {"main": RetentionPolicy(context_budget=2)}
@@ -549,6 +561,17 @@ def test_D11_a_grant_whose_step_never_ran_gives_its_fences_back(kv: Any, how_far
     assert follows(kv.step_of(lease), kv.last(CopyOut))
 
 
+def test_D11_sibling_grants_of_steps_that_never_ran_and_were_cancelled_from_the_bottom(kv: Any) -> None:
+    kv.ingest("r")
+    kv.run(Segment("r", span=2))
+    fences = kv.manager.view().device[0].fences
+    staged = [kv.admit(Segment("r", span=2)) for _ in range(3)]
+    for lease in staged:
+        kv.abort(lease)
+
+    assert kv.manager.view().device[0].fences == fences, "nobody has used them"
+
+
 def test_D11_sibling_host_pages_of_a_copy_that_failed(machines: Any) -> None:
     kv = machines(host_pages=2)
     kv.ingest("r", "s")
@@ -559,7 +582,7 @@ def test_D11_sibling_host_pages_of_a_copy_that_failed(machines: Any) -> None:
     assert isinstance(kv.offload("s"), Refusal)
     kv.offload("s")
 
-    # The empty op that keeps the place of the failed copy waits too, so the judge could not tell: the edge itself counts.
+    # The empty op in the place of the failed copy waits too, so the judge could not tell: the edge itself counts.
     assert follows(kv.last(CopyOut), kv.last(CopyIn))
 
 

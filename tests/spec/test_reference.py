@@ -192,15 +192,15 @@ def test_short_is_wanted_minus_free_and_names_where_the_free_pages_run_out() -> 
     assert refusal == PagesExhausted(request="b", label="main", short=(2,))
 
 
-def test_too_large_counts_in_step_lengths_and_post_fork_pages_without_sharing() -> None:
+def test_too_large_counts_distinct_pages_in_step_and_post_fork_pages() -> None:
     d = driver("a", "b", pages=4)
     assert d.admit(step(span(1, "b"), span(17))) == TooLarge(request="a", label="main", wanted=5, capacity=4)
     d.stored(step(span(8), post_forks=(LabelFork("main", "x"),)), accepted=[8])
     assert d.device_free == 2
-    # Sharing: 2 + 2 pages are stored in 2; three labels of 2 pages each are asked for without it.
+    # Three labels share 2 pages and each asks for 1 of its own.
     forks = (LabelFork("main", "y"),)
     wanted = step(span(4), span(4, label="x"), span(4, label="y"), pre_forks=forks)
-    assert d.admit(wanted) == TooLarge(request="a", label="main", wanted=9, capacity=4)
+    assert d.admit(wanted) == TooLarge(request="a", label="main", wanted=5, capacity=4)
 
 
 def test_a_request_that_asks_for_too_much_without_sharing_is_admitted_when_it_fits() -> None:

@@ -25,6 +25,10 @@ AHEAD = 2
 """Steps admitted and not ended: the one that runs, and one planned ahead."""
 
 
+BARREN_MAX = 1000
+"""Steps and moves in a row that stored no token, per request: more are taken for a loop."""
+
+
 class Stuck(KVStateError):
     """The run cannot go on: nothing runs, nothing is in flight, and what waits is refused."""
 
@@ -60,11 +64,15 @@ class Planner:
         self.waiting = deque(jobs)
         self.running: list[Job] = []
         self.away: list[Job] = []
+        # Steps and moves that ended since a token was stored.
+        self.barren = 0
         self.steps_open = 0
         self.moves_open = 0
         self.offloads_open = 0
-        # False after a refusal to somebody who waits, until a request finishes: until then it would be refused again.
+        # False after a preemption, or a refusal to somebody who waits, until a request finishes: nobody enters.
         self.room = True
+        # Requests finished when the reload in flight was asked for: its refusal may be out of date.
+        self.finished_then = 0
         self.now_s = 0.0
         self.step_s = 0.0
         self.last = Step(())
@@ -76,6 +84,7 @@ class Planner:
 
     def take(self, happened: Happened) -> None:
         """Take note of what ended."""
+        self.barren += 1
         if isinstance(happened, StepEnded):
             self.steps_open -= 1
             for part, start, stored in happened.outcomes:
@@ -83,6 +92,8 @@ class Planner:
         else:
             self.moves_open -= 1
             self._moved(happened)
+        if self.barren > BARREN_MAX * len(self.jobs):
+            raise Stuck(f"{self.barren} steps and moves stored no token: {self._summary()}")
 
     def _part_ended(self, part: Part, start: int, stored: int | None) -> None:
         job = part.job
@@ -90,6 +101,7 @@ class Planner:
         if stored is None:
             self.counts["voided"] += len(part.labels)
             return
+        self.barren = 0
         prefill = start < job.request.prompt_tokens
         self.counts["prefilled" if prefill else "decoded"] += stored * len(part.labels)
         self.counts["forks"] += part.pre_fork + part.post_fork
@@ -110,10 +122,10 @@ class Planner:
         job.phase = Phase.FINISHED
         self.counts["finished"] += 1
         self._must(self.meter.machine(self.manager.remove, job.id))
-        self._made_room()
-
-    def _made_room(self) -> None:
         self.room = True
+        self._host_changed()
+
+    def _host_changed(self) -> None:
         for job in self.running:
             job.unmovable = False
 
@@ -132,7 +144,7 @@ class Planner:
             self.counts["reloads"] += 1
             self.counts["pages_in"] += moved.pages
             self._run(job)
-            self._made_room()
+            self._host_changed()
         elif isinstance(outcome, HostExhausted):
             self.offloads_open -= 1
             self._note("claim_offload", outcome)
@@ -145,9 +157,9 @@ class Planner:
             job.phase = Phase.OFFLOADED
             self.away.append(job)
             self.away.sort(key=lambda job: job.index)
-            self.room = False
-            if not (self.running or self.steps_open or self.moves_open):
-                raise Stuck(self._summary())
+            self.room = self.counts["finished"] > self.finished_then
+            if not (self.room or self.running or self.steps_open or self.moves_open):
+                raise self.stuck()
         else:
             raise Stuck(f"moving {job.id} ended with {outcome}. {self._summary()}")
 
@@ -172,6 +184,7 @@ class Planner:
         assert part is not None
         job.phase = Phase.RELOADING
         self.moves_open += 1
+        self.finished_then = self.counts["finished"]
         crew.reload(job, step_of([part]))
         return True
 
@@ -192,7 +205,7 @@ class Planner:
             del parts[-1]
             if not parts:
                 if not (self.steps_open or self.moves_open):
-                    raise Stuck(self._summary())
+                    raise self.stuck()
                 return False
             lease = self._admit(parts)
         if isinstance(lease, PagesExhausted):
@@ -267,6 +280,7 @@ class Planner:
             victim, discard = choice
             self.running.remove(victim)
             victim.phase = Phase.OFFLOADING
+            self.room = False
             self.moves_open += 1
             self.offloads_open += 1
             crew.offload(victim, discard)
@@ -274,7 +288,7 @@ class Planner:
         if self.steps_open or self.moves_open:
             return False
         if len(self.running) < 2:
-            raise Stuck(self._summary())
+            raise self.stuck()
         # The host pool is full: the newest begins again, later.
         newest = self.running.pop()
         self._must(self.meter.machine(self.manager.reset, newest.id))

@@ -1,0 +1,203 @@
+"""``kvstate check`` and ``kvstate replay``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvstate.cli import Exit
+from kvstate.testing import checker, program, sometimes
+from kvstate.testing.checker import Found, Report
+from kvstate.testing.walk import Tally
+
+BUDGETS = {"smoke": 20.0, "ci": 60.0, "nightly": 1800.0}
+"""Seconds."""
+
+
+@click.command()
+@click.option("--seconds", type=click.FloatRange(min=1), help="Time for all layers; overrides --budget.")
+@click.option("--budget", type=click.Choice(list(BUDGETS)), default="ci", show_default=True, help="20, 60 or 1,800 s.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Job i runs with SEED + i.")
+@click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes.  [default: one per core]")
+@click.option(
+    "--layer", "layers", type=click.Choice(checker.LAYERS), multiple=True, help="Only this layer; may be repeated."
+)
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Where a violation's files go."
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the report here."
+)
+@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), help="Also write JUnit XML here.")
+def check(
+    seconds: float | None,
+    budget: str,
+    seed: int,
+    jobs: int | None,
+    layers: tuple[str, ...],
+    out: Path,
+    json_file: Path | None,
+    junit: Path | None,
+) -> None:
+    """Fuzz and walk the built-in machine and manager beside the reference.
+
+    Promises, contents, edges and the reference's answers are checked after every call. A violation is shrunk, printed
+    as a program, and written as a replay file and a pytest file. Exit code 3, undecided, when not everything that must
+    sometimes happen was reached: give it more time.
+    """
+    console = Console()
+    jobs = jobs if jobs is not None else os.cpu_count() or 1
+    time_s = seconds if seconds is not None else BUDGETS[budget]
+    layers = tuple(layer for layer in checker.LAYERS if not layers or layer in layers)
+    try:
+        report = _run(console, time_s, seed, jobs, layers)
+    except checker.CheckerDied as died:
+        click.echo(f"kvstate check: {died}; nothing was decided", err=True)
+        raise SystemExit(Exit.UNDECIDED) from died
+    _show(console, report)
+    for found in report.found:
+        _show_found(console, found, out)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_document(report, time_s, seed, jobs), indent=1) + "\n")
+    if junit is not None:
+        junit.write_bytes(_junit(report))
+    raise SystemExit({"holds": Exit.HOLDS, "violation": Exit.VIOLATION, "undecided": Exit.UNDECIDED}[report.verdict])
+
+
+def _run(console: Console, time_s: float, seed: int, jobs: int, layers: tuple[str, ...]) -> Report:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks = [progress.add_task(f"job {i}", total=time_s, done="starting") for i in range(jobs)]
+
+        def shown(job: int, layer: str, programs: int, accepted: int) -> None:
+            done = progress.tasks[tasks[job]].elapsed or 0.0
+            progress.update(
+                tasks[job], completed=min(done, time_s), done=f"{layer}: {programs:,} programs, {accepted:,} accepted"
+            )
+
+        return checker.check(time_s, seed, jobs, layers, shown)
+
+
+def _show(console: Console, report: Report) -> None:
+    table = Table(title="kvstate check")
+    for name in ("layer", "programs", "accepted", "refused", "sometimes", "seconds", "verdict"):
+        table.add_column(name, justify="left" if name in ("layer", "verdict") else "right")
+    violated = {found.layer for found in report.found}
+    total = Tally("all")
+    for tally in report.tallies:
+        total.join(tally)
+        table.add_row(*_row(tally, tally.layer in violated, tally.seconds))
+    table.add_section()
+    table.add_row(*_row(total, bool(report.found), report.seconds)[:-1], report.verdict)
+    console.print(table)
+    if report.missing:
+        console.print(
+            "Not reached (more time, or other sizes, are needed): " + ", ".join(report.missing), soft_wrap=True
+        )
+
+
+def _row(tally: Tally, violated: bool, seconds: float) -> list[str]:
+    reached = sum(1 for name in sometimes.REQUIRED if tally.seen[name])
+    return [
+        tally.layer,
+        f"{tally.programs:,}",
+        f"{sum(tally.accepted.values()):,}",
+        f"{sum(tally.refused.values()):,}",
+        f"{reached}/{len(sometimes.REQUIRED)}",
+        f"{seconds:.1f}",
+        "violation" if violated else "no violation",
+    ]
+
+
+def _show_found(console: Console, found: Found, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"kvstate_{found.layer}_{found.seed}"
+    replay_file, test_file = out / f"{name}.json", out / f"test_{name}.py"
+    program.save(replay_file, found.sizes, found.violation())
+    test_file.write_text(program.as_pytest(found.sizes, found.violation()))
+    console.print(f"\n{found.witness}: {found.detail}", soft_wrap=True, markup=False, highlight=False)
+    console.print(program.text(found.program), soft_wrap=True, markup=False, highlight=False)
+    console.print(f"\nkvstate replay {replay_file}\npytest {test_file}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _document(report: Report, time_s: float, seed: int, jobs: int) -> dict[str, object]:
+    return {
+        "verdict": report.verdict,
+        "seconds_asked": time_s,
+        "seconds": report.seconds,
+        "seed": seed,
+        "jobs": jobs,
+        "layers": [
+            {
+                "layer": tally.layer,
+                "programs": tally.programs,
+                "accepted": dict(tally.accepted),
+                "refused": dict(tally.refused),
+                "sometimes": {name: tally.seen[name] for name in sometimes.REQUIRED},
+                "seconds": tally.seconds,
+            }
+            for tally in report.tallies
+        ],
+        "missing": list(report.missing),
+        "violations": [
+            {
+                "layer": found.layer,
+                "seed": found.seed,
+                "witness": found.witness,
+                "detail": found.detail,
+                "program": program.text(found.program).splitlines(),
+            }
+            for found in report.found
+        ],
+    }
+
+
+def _junit(report: Report) -> bytes:
+    """One test case per layer, and one for what must be reached."""
+    suite = ElementTree.Element("testsuite", name="kvstate check", tests=str(len(report.tallies) + 1))
+    failures: Counter[str] = Counter()
+    for tally in report.tallies:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="kvstate.check", name=tally.layer, time=f"{tally.seconds:.3f}"
+        )
+        for found in report.found:
+            if found.layer == tally.layer:
+                failures["failures"] += 1
+                failure = ElementTree.SubElement(case, "failure", message=found.detail, type=found.witness)
+                failure.text = program.text(found.program)
+    case = ElementTree.SubElement(suite, "testcase", classname="kvstate.check", name="sometimes", time="0")
+    if report.missing:
+        failures["errors"] += 1
+        error = ElementTree.SubElement(case, "error", message="undecided: not everything was reached", type="undecided")
+        error.text = "\n".join(report.missing)
+    suite.set("failures", str(failures["failures"]))
+    suite.set("errors", str(failures["errors"]))
+    return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def replay(file: Path) -> None:
+    """Run the program of a replay FILE again and say what it shows.
+
+    Exit code 1 when the violation is still there, 0 when it is gone.
+    """
+    try:
+        sizes, calls, witness = program.load(file)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(program.text(calls))
+    world, violation = program.run(sizes, calls)
+    if violation is None:
+        click.echo(f"\nno violation: {len(world.program)} calls ran, and the file says {witness}")
+        raise SystemExit(Exit.HOLDS)
+    click.echo(f"\n{violation}")
+    raise SystemExit(Exit.VIOLATION)

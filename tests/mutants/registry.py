@@ -1,0 +1,948 @@
+"""Mutants: known bugs of real engines and broken promises, put into the core one at a time.
+
+A mutant is a patch that a test applies and takes back; the core has no switch for any of them. `edit` changes one exact
+piece of a function's source and gives the function that code, so everybody who imported it runs it; `wrap` puts another
+function in its place wherever the core names it. Both fail loudly when the core has changed under them. The checker itself
+(`kvstate.testing`, `kvstate_spec`) is never patched.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import attrs
+
+from kvstate.arena import Pool
+from kvstate.manager import KVManager, Launch
+from kvstate.ops import CopyOut, Plan
+from kvstate.refusals import HostExhausted, Refusal, StreamBusy
+from kvstate.state import Lease, State, Stream
+from kvstate.testing.memory import MemoryBackend
+from kvstate.transitions import claim, fork, leaving, lifecycle, offload, reload, reserve, retention, retrieve, step
+from kvstate.transitions.reserve import Reservation
+from kvstate.transitions.step import Aborted, Committed
+from kvstate.types import Geometry, Segment, Step
+
+Patch = Callable[[], AbstractContextManager[None]]
+
+WITNESSES = ("reference", "refusal", "promise", "oracle", "judge", "crash")
+"""Who may object to a program of the walk, see `kvstate.testing.world.Violation`."""
+
+# -- patches
+
+
+def _code(function: FunctionType, source: str) -> CodeType:
+    """Compile the source of a function and return its code, which must fit the function as it is."""
+    flags = __future__.annotations.compiler_flag
+    module = compile(textwrap.dedent(source), inspect.getfile(function), "exec", flags, dont_inherit=True)
+    [code] = [c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == function.__name__]
+    assert code.co_freevars == function.__code__.co_freevars == (), f"{function.__qualname__} is a closure"
+    assert code.co_varnames[: code.co_argcount] == function.__code__.co_varnames[: function.__code__.co_argcount]
+    return code
+
+
+def edit(function: Any, *changes: tuple[str, str]) -> Patch:
+    """Return the patch that replaces pieces of a function's source, each of which must be there exactly once."""
+    assert isinstance(function, FunctionType)
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        source = inspect.getsource(function)
+        for old, new in changes:
+            found = source.count(old)
+            assert found == 1, f"{old!r} is {found} times in {function.__qualname__}: the core changed, adapt the mutant"
+            source = source.replace(old, new)
+        original = function.__code__
+        function.__code__ = _code(function, source)
+        try:
+            yield
+        finally:
+            function.__code__ = original
+
+    return patched
+
+
+def off(function: Any, statement: str) -> Patch:
+    """Return the patch under which a function does everything but `statement`."""
+    return edit(function, (statement, "pass"))
+
+
+def _core() -> Iterator[Any]:
+    """Yield the modules of the core; the checker and the command line are left alone."""
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] == "kvstate" and not name.startswith(("kvstate.testing", "kvstate.cli")):
+            yield module
+
+
+def wrap(function: Any, make: Callable[[Any], Any]) -> Patch:
+    """Return the patch that puts ``make(function)`` in a function's place: in modules, and in the table of verbs."""
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        replacement = make(function)
+        places: list[tuple[dict[str, Any], str]] = []
+        for module in _core():
+            tables = [vars(module), *(value for value in vars(module).values() if type(value) is dict)]
+            places += [(table, key) for table in tables for key, value in table.items() if value is function]
+        assert places, f"nobody names {function.__qualname__}: the core changed, adapt the mutant"
+        for table, key in places:
+            table[key] = replacement
+        try:
+            yield
+        finally:
+            for table, key in places:
+                table[key] = function
+
+    return patched
+
+
+def both(*patches: Patch) -> Patch:
+    """Return the patch that applies several."""
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch())
+            yield
+
+    return patched
+
+
+# -- patches that need a function of their own
+
+
+def _busy_by_flag() -> AbstractContextManager[None]:
+    """Admit sets a flag on its streams, commit and abort clear it; offload asks the flag, not the leases."""
+    flagged: set[Stream] = set()
+
+    def admits(admit: Any) -> Any:
+        def admit_and_flag(state: State, wanted: Step) -> Lease | Refusal:
+            lease: Lease | Refusal = admit(state, wanted)
+            if isinstance(lease, Lease):
+                flagged.update(row.stream for row in lease.rows)
+            return lease
+
+        return admit_and_flag
+
+    def ends(verb: Any) -> Any:
+        def end_and_clear(state: State, lease: Lease, *args: Any) -> Any:
+            done = verb(state, lease, *args)
+            if isinstance(done, (Committed, Aborted)):
+                flagged.difference_update(row.stream for row in lease.rows)
+            return done
+
+        return end_and_clear
+
+    def asks(_: Any) -> Any:
+        def flag_in_the_way(request: Any) -> Refusal | None:
+            for stream in request.streams.values():
+                if stream in flagged:
+                    return StreamBusy(request=request.id, label=stream.label)
+            return None
+
+        return flag_in_the_way
+
+    return both(
+        wrap(step.admit, admits), wrap(step.commit, ends), wrap(step.abort, ends), wrap(claim.lease_in_the_way, asks)
+    )()
+
+
+def _full_host_pool_is_only_logged(claim_offload: Any) -> Any:
+    def claims(state: State, request: str, *args: Any) -> Any:
+        refusal = claim_offload(state, request, *args)
+        if isinstance(refusal, HostExhausted):
+            lifecycle.reset(state, request)
+        return refusal
+
+    return claims
+
+
+def _landed_anyway(failed: Any) -> Any:
+    return lambda state, fetch, error: retrieve.landed(state, fetch)
+
+
+# -- programs by hand: what a verb that blocks does is no letter of the walk's alphabet
+
+
+def _manager() -> KVManager:
+    geometry = Geometry(pages=6, page_size=2, host_pages=6)
+    return KVManager(geometry, MemoryBackend(geometry), debug=True)
+
+
+def a_forward_that_raises() -> None:
+    """The model raises inside ``with manager.launch(plan):``; the request can be evicted afterwards."""
+    manager = _manager()
+    manager.ingest("r")
+    lease = manager.admit(Step([Segment("r", span=3)]))
+    assert isinstance(lease, Lease)
+    plan = manager.plan(lease)
+    assert isinstance(plan, Plan)
+    try:
+        with manager.launch(plan):
+            raise RuntimeError("the forward failed")
+    except RuntimeError:
+        pass
+    assert not isinstance(manager.offload("r"), Refusal), "the request can never be evicted again"
+
+
+def a_copy_that_fails() -> None:
+    """The copy of an offload fails at submit; the blocking verb gives the claim up."""
+    manager = _manager()
+    manager.ingest("r")
+    manager.backend.fail_next(CopyOut)  # type: ignore[attr-defined]
+    assert isinstance(manager.offload("r"), Refusal)
+    assert not manager.claims(), "the claim of the failed copy is open for ever"
+
+
+# -- the registry
+
+
+@attrs.frozen
+class Mutant:
+    """One bug.
+
+    Attributes
+    ----------
+    id
+        The row of BUGS.md (or "§6" for a promise of the design that no row covers) and a word.
+    what
+        What the core does wrong, in a sentence.
+    patch
+        Puts it in.
+    layers
+        The witnesses of the random walk that may be first to object.
+    programs
+        The walk must find it within so many programs.
+    slow
+        The walk takes longer than a few tenths of a second to find it.
+    by_hand
+        For verbs that block, which no walk calls: a program that must fail under the mutant. Then `layers` is empty.
+    to_come
+        The layer that can see it, where this part has none. Such a mutant is registered and not run.
+    """
+
+    id: str
+    what: str
+    patch: Patch
+    layers: tuple[str, ...] = attrs.field(default="", converter=lambda names: tuple(names.split()))
+    programs: int = 40
+    slow: bool = False
+    by_hand: Callable[[], None] | None = None
+    to_come: str = ""
+
+    @property
+    def row(self) -> str:
+        """The row of BUGS.md, or "§6"."""
+        return self.id.split("-")[0]
+
+
+NOT_HERE = {
+    "D7": "upload buffers of a plan: the GPU backend's part",
+    "O15": "admit evicts nothing before there is a prefix cache: part 3",
+}
+"""MUTANT rows of O, F, S, D and P that this part's code cannot express."""
+
+_IDENTITY = "if isinstance(stream.residency, Offloading) and stream.residency.claim is claim:"
+
+MUTANTS: tuple[Mutant, ...] = (
+    # -- offload, reload, removal
+    Mutant(
+        "O1-uncommitted",
+        "a request is on the host, and can be reloaded, from the claim on",
+        edit(
+            offload.claim_offload,
+            ("stream.residency = Offloading(claim)", "stream.residency = OnHost(tuple(host), NOTHING, NOTHING)"),
+        ),
+    ),
+    Mutant(
+        "O2-names",
+        "the late commit of an offload finds its streams by name",
+        edit(
+            offload.commit_offload,
+            (
+                "stream = part.stream",
+                "live = state.requests.get(claim.request.id)\n"
+                "        stream = live.streams.get(part.stream.label, part.stream) if live else part.stream",
+            ),
+            (_IDENTITY, "if isinstance(stream.residency, (Offloading, OnDevice)):"),
+        ),
+    ),
+    Mutant(
+        "O2-identity",
+        "claim identity off: the late commit of an offload acts on whatever its streams have become",
+        edit(offload.commit_offload, (_IDENTITY, "if True:")),
+    ),
+    Mutant(
+        "O2-reload",
+        "claim identity off: the late commit of a reload acts on whatever its streams have become",
+        edit(
+            reload.commit_reload,
+            ("if isinstance(stream.residency, Reloading) and stream.residency.claim is claim:", "if True:"),
+        ),
+    ),
+    Mutant(
+        "O2-abandon",
+        "claim identity off: the late abandon of an offload restores its streams although they were reset",
+        edit(offload.abandon_offload, (_IDENTITY, "if True:")),
+    ),
+    Mutant(
+        "O3-orphan",
+        "an orphaned offload keeps its host pages",
+        off(offload.commit_offload, "state.host.drop(part.host, copy)"),
+    ),
+    Mutant(
+        "O5-reset",
+        "reset leaves host copies, and a reload brings erased content back",
+        edit(
+            lifecycle.reset,
+            (
+                "for stream in list(found.streams.values()):",
+                "for stream in [s for s in found.streams.values() if not isinstance(s.residency, OnHost)]:",
+            ),
+        ),
+    ),
+    Mutant(
+        "O6-exception",
+        "an exception in the forward leaves the launched lease open",
+        off(Launch.__exit__, "self._manager.abort(self.plan.lease)"),
+        by_hand=a_forward_that_raises,
+    ),
+    Mutant("O7-flag", "busy is a flag that any step's end clears, not a count of leases", _busy_by_flag),
+    Mutant(
+        "O7-newest",
+        "a step counts as busy only once it is launched, so one that is planned ahead does not",
+        edit(claim.lease_in_the_way, ("if stream.rows:", "if any(row.lease.number for row in stream.rows):")),
+    ),
+    Mutant(
+        "O7-off", "no lease check in claim_offload", edit(claim.lease_in_the_way, ("if stream.rows:", "if False:"))
+    ),
+    Mutant(
+        "O8-commit",
+        "commit applies segments that went void",
+        edit(
+            step.commit,
+            ("if row.void:", "if row.void and row.wide:"),
+            ("del stream.rows[0]", "(stream.voided if row.void else stream.rows).remove(row)"),
+        ),
+    ),
+    Mutant(
+        "O8-void",
+        "reset and remove leave the steps planned on a stream valid",
+        off(lifecycle._empty, "void_from(stream, 0)"),
+    ),
+    Mutant(
+        "O8-discard",
+        "an offload that discards steps in flight leaves them valid",
+        off(offload.claim_offload, "void_from(stream, 0)"),
+    ),
+    Mutant(
+        "O9-half",
+        "an offload moves the labels that fit and leaves the others",
+        edit(
+            offload.claim_offload,
+            (
+                "streams = list(found.streams.values())",
+                "room = len(state.host.pools[0].free)\n"
+                "    streams = []\n"
+                "    for stream in found.streams.values():\n"
+                "        room -= content_pages(state, stream)\n"
+                "        if room >= 0 or not streams:\n"
+                "            streams.append(stream)",
+            ),
+        ),
+    ),
+    Mutant(
+        "O10-commit",
+        "commit does not look whether the copy failed",
+        edit(claim.committable, ("if claim.failure is not None:", "if False:")),
+    ),
+    Mutant(
+        "O10-unnoted",
+        "a copy that failed at submit is noted nowhere",
+        off(lifecycle.op_failed, "owner.failure = error"),
+    ),
+    Mutant(
+        "O10-abandon",
+        "an offload given up because its copy failed leaves its streams off the device",
+        edit(offload.abandon_offload, (_IDENTITY, f"{_IDENTITY[:-1]} and claim.failure is None:")),
+    ),
+    Mutant(
+        "O10-reload",
+        "a reload given up because its copy failed keeps its device pages",
+        edit(
+            reload.abandon_reload,
+            ("state.device.drop(part.device, copy)", "claim.failure or state.device.drop(part.device, copy)"),
+        ),
+    ),
+    Mutant(
+        "O10-finish",
+        "the blocking offload leaves the claim of a failed copy open",
+        edit(KVManager._finish, ("if claim.open:", "if False:")),
+        by_hand=a_copy_that_fails,
+    ),
+    Mutant(
+        "O12-logged",
+        "a full host pool is reported, and the device pages leave all the same",
+        wrap(offload.claim_offload, _full_host_pool_is_only_logged),
+    ),
+    # -- ordering on the device
+    Mutant(
+        "D1-copy-out",
+        "a copy out does not follow the step that wrote its pages",
+        off(offload.claim_offload, "after = merge(after, stream.written)"),
+    ),
+    Mutant(
+        "D1-fork",
+        "what a post-fork copied is not noted as written",
+        off(
+            fork.apply_post_forks,
+            "fork.target.stream.written = merge(fork.target.stream.written, at(Queue.COMPUTE, op.number))",
+        ),
+    ),
+    Mutant(
+        "D2-grant",
+        "a copy in does not follow what used its device pages before",
+        off(reload.claim_reload, "after = merge(after, pool.fence_of(granted))"),
+    ),
+    Mutant(
+        "D2-drop", "a dropped page forgets its owner's uses", edit(Pool.drop, ("merge(fence, uses)", "fence"))
+    ),
+    Mutant(
+        "D2-reads",
+        "a step that ends is no use of the pages it read",
+        off(leaving.end_row, "stream.used = merge(stream.used, at(Queue.COMPUTE, lease.number))"),
+    ),
+    Mutant(
+        "D2-fork",
+        "the copy of a post-fork is no use of its source",
+        off(
+            fork.apply_post_forks,
+            "fork.source.stream.used = merge(fork.source.stream.used, at(Queue.COMPUTE, op.number))",
+        ),
+    ),
+    Mutant(
+        "D2-fetch",
+        "a fetch does not follow what used its pages before",
+        off(retrieve._fetch, "after = merge(after, pool.fence_of(granted))"),
+    ),
+    Mutant(
+        "D2-landed",
+        "nothing tells the order of ops that a fetch has ended",
+        off(retrieve._end, "state.outbox.append(FetchEnd(state.number(), NOTHING, fetch, fetch.op.number))"),
+    ),
+    Mutant(
+        "D3-step",
+        "a step does not follow the copy out of the pages it enters",
+        off(Reservation._build_growth, "row.entered = merge(row.entered, pool.fence_of(table.part(covered, wanted)))"),
+    ),
+    Mutant(
+        "D3-released",
+        "device pages are released as if the copy out had run",
+        off(offload.commit_offload, "stream.used = merge(stream.used, copy)"),
+    ),
+    Mutant(
+        "D4-host-grant",
+        "a copy out does not follow what used its host pages before",
+        off(offload.claim_offload, "after = merge(after, pool.fence_of(moved[group].values()))"),
+    ),
+    Mutant(
+        "D4-host-released",
+        "host pages are released as if the copy in had run",
+        edit(
+            reload.commit_reload,
+            ("merge(merge(before.written, before.used), copy)", "merge(before.written, before.used)"),
+        ),
+    ),
+    Mutant(
+        "D5-copy-in",
+        "a step does not follow the copy in of what it reads",
+        off(reload.commit_reload, "stream.written = copy"),
+    ),
+    Mutant(
+        "D6-orphan",
+        "an orphaned reload releases its pages as if the copy in had run",
+        edit(reload.commit_reload, ("state.device.drop(part.device, copy)", "state.device.drop(part.device, NOTHING)")),
+    ),
+    Mutant(
+        "D6-abandon",
+        "an abandoned reload releases its pages as if the copy in had run",
+        edit(
+            reload.abandon_reload, ("state.device.drop(part.device, copy)", "state.device.drop(part.device, NOTHING)")
+        ),
+    ),
+    Mutant(
+        "D8-whole-page",
+        "an offload copies the whole last page, not its committed tokens",
+        edit(offload.claim_offload, ("pages[table[full]] = rest", "pages[table[full]] = size")),
+    ),
+    Mutant(
+        "D10-last-owner",
+        "only the last owner's uses are merged into the fence",
+        edit(Pool.drop, ("fences[page] = merged", "fences[page] = fence if left else merged")),
+    ),
+    Mutant(
+        "D11-grant",
+        "a grant clears the fence",
+        edit(Pool.grant, ("owners[page] = 1", "owners[page], self.fences[page] = 1, NOTHING")),
+    ),
+    Mutant(
+        "D11-read",
+        "a fence is cleared by the first who asks for it",
+        edit(
+            Pool.fence_of,
+            ("after = merge(after, self.fences[page])", "after = merge(after, self.fences[page])\n"
+             "            self.fences[page] = NOTHING"),
+        ),
+    ),
+    Mutant(
+        "D11-abort",
+        "a lease aborted before its launch gives pages back without their fences",
+        edit(
+            leaving.give_back,
+            (
+                "release(state, stream, pages, set(above), stream.used if lease.number else NOTHING)",
+                "release(state, stream, pages, set(above), stream.used if lease.number else NOTHING)\n"
+                "            if not lease.number:\n"
+                "                for page in pages[0]:\n"
+                "                    state.device.pools[0].fences[page] = NOTHING",
+            ),
+        ),
+    ),
+    Mutant(
+        "D11-failed",
+        "pages granted for a copy in that failed are given back without their fences",
+        edit(
+            reload.abandon_reload,
+            (
+                "state.device.drop(part.device, copy)",
+                "state.device.drop(part.device, copy)\n"
+                "        for page in part.device[0] if claim.failure else ():\n"
+                "            state.device.pools[0].fences[page] = NOTHING",
+            ),
+        ),
+    ),
+    Mutant(
+        "D11-launched",
+        "a launched lease that is aborted gives pages back as if it had never run",
+        edit(leaving.give_back, ("stream.used if lease.number else NOTHING", "NOTHING")),
+    ),
+    Mutant(
+        "D12-stale",
+        "launch does not look whether its plan is stale",
+        edit(step.launch_enter, ("if lease.void != planned.void:", "if False:")),
+    ),
+    Mutant(
+        "D13-youngest",
+        "pages that leave wait for the youngest lease only",
+        edit(leaving.leave, ("behind = open_on(stream) if", "behind = {max(open_on(stream))} if")),
+    ),
+    Mutant(
+        "D13-first",
+        "held pages are dropped when the first of their leases ends",
+        edit(leaving.stop_holding, ("if pages.behind:", "if False:")),
+    ),
+    Mutant(
+        "D13-uses",
+        "held pages are dropped without the uses of the leases they waited for",
+        edit(leaving.stop_holding, ("merge(stream.used, stream.written)", "NOTHING")),
+    ),
+    Mutant(
+        "D14-number",
+        "a step keeps the number of its launch's entry",
+        edit(step.launch_exit, ("lease.number = state.number()", "lease.number = lease.began.number")),
+    ),
+    Mutant(
+        "D14-order",
+        "the manager submits the ops of one drain newest first",
+        edit(KVManager._drain, ("for op in ops:", "for op in reversed(ops):")),
+    ),
+    # -- forks
+    Mutant(
+        "F1-stored",
+        "reservation by simulation off: pages are counted from stored lengths",
+        edit(
+            Reservation.segment,
+            (
+                "need = -(-draft.length // self.state.page_size) - draft.content",
+                "size, stored = self.state.page_size, draft.stream.length\n"
+                "        need = -(-(stored + segment.span) // size) - -(-stored // size)",
+            ),
+        ),
+    ),
+    Mutant(
+        "F1-partial",
+        "the page for the copy of a partly filled last page is not counted",
+        edit(Reservation._pre_fork, ("self._count(two, two.fork_granted)", "two.fork_granted = 0")),
+    ),
+    Mutant(
+        "F2-chain",
+        "a stream that this step opens is no source of a further fork",
+        edit(Reservation._exists, ("if draft is not None and (draft.opens or draft.exists):", "if False:")),
+    ),
+    Mutant(
+        "F2-copy-pre",
+        "the second of two pre-forks in a row copies from a page that the first has not filled yet",
+        edit(
+            Reservation._pre_fork,
+            ("two.tail_of = one.tail_of if one.tail_of is not None else one", "two.tail_of = one"),
+        ),
+    ),
+    Mutant(
+        "F2-copy-post",
+        "the second of two post-forks in a row copies from a page that the first has not filled yet",
+        off(fork.apply_post_forks, "roots[group][page] = source_page"),
+    ),
+    Mutant(
+        "F3-dropped",
+        "a post-fork of a dropped source still runs",
+        edit(step._surviving, ("if fork.source.void or fork.target.void", "if fork.target.void")),
+    ),
+    Mutant(
+        "F3-chain",
+        "a post-fork still runs when the one that gives its source was dropped",
+        edit(step._surviving, (" or fork.source in dropped:", ":")),
+    ),
+    Mutant(
+        "F3-pre",
+        "what was pre-forked from a void row stays valid",
+        edit(
+            leaving.void_from,
+            ("if fork.pre and fork.source is row and not fork.target.void:", "if False:"),
+        ),
+    ),
+    Mutant(
+        "F4-admit",
+        "a pre-fork replaces the target's content when its step is admitted",
+        edit(
+            Reservation._build_pre_fork,
+            (
+                "row.forked = True",
+                "row.forked = True\n"
+                "        row.stream.length, row.stream.released = length, row.released\n"
+                "        row.stream.residency = OnDevice(row.tables, 0)",
+            ),
+        ),
+    ),
+    Mutant(
+        "F4-pending",
+        "a cancelled post-fork stays pending on its target",
+        off(leaving.end_row, "stream.pending_fork = None"),
+    ),
+    Mutant(
+        "F5-shared",
+        "sharing rule of reset off: it keeps pages that others own too",
+        edit(lifecycle._owned_alone, ("if pool.owners[page] == 1", "if pool.owners[page]")),
+    ),
+    Mutant(
+        "F5-pre-copy",
+        "a pre-fork shares the partly filled last page instead of copying it",
+        edit(
+            Reservation._build_pre_fork,
+            ("part(0, length // size)", "part(0, -(-length // size))"),
+            ("if length % size:", "if False:"),
+        ),
+    ),
+    Mutant(
+        "F5-post-copy",
+        "a post-fork shares the partly filled last page instead of copying it",
+        edit(
+            fork.apply_post_forks,
+            ("tail = source.length % size", "tail = 0"),
+            ("part(0, source.length // size)", "part(0, -(-source.length // size))"),
+        ),
+    ),
+    Mutant(
+        "F5-owner",
+        "a post-fork shares pages without becoming an owner",
+        off(fork.apply_post_forks, "pool.share(shared)"),
+    ),
+    Mutant(
+        "F7-zero",
+        "a segment of no tokens opens its stream",
+        edit(Reservation.segment, ("if self.step.commit and segment.span:", "if self.step.commit:")),
+    ),
+    # -- plan ahead
+    Mutant(
+        "S1-identity",
+        "a step that is planned behind a staged one runs on its pages",
+        edit(
+            Plan._view,
+            (
+                "row, start = self.lease.placed(place)",
+                "row, start = self.lease.placed(place)\n"
+                "        if row is not None and row.stream.rows and row.stream.rows[0] is not row:\n"
+                "            row = row.stream.rows[0]\n"
+                "            start = row.start",
+            ),
+        ),
+    ),
+    Mutant("S2-pages", "a cancelled step keeps what it had taken", off(leaving.end_without_effect, "give_back(state, row)")),
+    Mutant(
+        "S2-label",
+        "a label is opened when its step is admitted, and stays when that is cancelled",
+        edit(
+            Reservation.build,
+            ("for stream in self.new:", "for stream in self.new:\n            stream.opened = True"),
+        ),
+    ),
+    Mutant(
+        "S3-ended", "a cancelled lease can be planned", edit(step.plan, ("if not lease.open:", "if False:"))
+    ),
+    Mutant(
+        "S3-replaced",
+        "a plan that a newer one replaced can be launched",
+        edit(step.launch_enter, ("if lease.plan is not planned:", "if False:")),
+    ),
+    Mutant(
+        "S4-slot",
+        "only the step staged last can be undone",
+        edit(
+            step._end_all,
+            (
+                "end_without_effect(state, row)",
+                "(end_row if any(s > lease.serial for s in state.leases) else end_without_effect)(state, row)",
+            ),
+        ),
+    ),
+    Mutant(
+        "S5-beneath",
+        "a step that is aborted leaves those planned on its result valid",
+        off(step._end_all, "void_above(row)"),
+    ),
+    Mutant(
+        "S6-generation",
+        "undoing a step takes the generation back to what it was when that was admitted",
+        edit(
+            step._end_all,
+            (
+                "end_without_effect(state, row)",
+                "end_without_effect(state, row)\n        row.stream.generation = row.generation",
+            ),
+        ),
+    ),
+    # -- publish and retrieve
+    Mutant(
+        "P1-nothing",
+        "an offloaded stream is published as no tokens in no pages",
+        edit(
+            retrieve._record,
+            (
+                "stream.length, stream.released, state.page_size, pages, not on_device,",
+                "stream.length if on_device else 0, stream.released, state.page_size, pages, False,",
+            ),
+        ),
+    ),
+    Mutant(
+        "P2-epoch",
+        "a publisher says that what it published holds, whatever became of it",
+        edit(retrieve.epoch_holds, ("stream is not None and stream.epoch == epoch", "True")),
+    ),
+    Mutant(
+        "P3-remove",
+        "remove and reset free the pages that a fetch is writing",
+        edit(
+            lifecycle._empty,
+            (
+                "residency.fetch.cancel_requested = True",
+                "residency.fetch.cancel_requested = True\n        state.device.drop(residency.fetch.owned, merge((0,0,0), (0,0,0)))",
+            ),
+        ),
+    ),
+    Mutant(
+        "P3-cancel",
+        "a cancel frees the pages at once, before the transport has confirmed it",
+        edit(
+            retrieve.cancel_retrieve,
+            ("fetch.cancel_requested = True", "cancelled(state, fetch)"),
+        ),
+    ),
+    Mutant(
+        "P4-length",
+        "the length moves when the fetch is claimed",
+        edit(
+            retrieve._fetch,
+            (
+                "state.claims[fetch.serial] = fetch",
+                "state.claims[fetch.serial] = fetch\n    stream.length = record.length",
+            ),
+        ),
+    ),
+    Mutant(
+        "P4-published",
+        "a stream that is being fetched is published",
+        edit(
+            retrieve.snapshot,
+            ("if not stream.opened or isinstance(stream.residency, (Fetching, FetchFailed)):", "if not stream.opened:"),
+        ),
+    ),
+    Mutant(
+        "P5-failed",
+        "reset leaves the error of a failed fetch",
+        edit(
+            lifecycle.reset,
+            (
+                "for stream in list(found.streams.values()):",
+                "for stream in [s for s in found.streams.values() if not isinstance(s.residency, FetchFailed)]:",
+            ),
+        ),
+    ),
+    Mutant("P7-failed", "a fetch that failed counts as landed", wrap(retrieve.failed, _landed_anyway)),
+    Mutant(
+        "P8-twice",
+        "the first fetch of a request that is cancelled frees the pages of all of them",
+        edit(
+            retrieve.cancelled,
+            (
+                "state.device.drop(fetch.owned, NOTHING)",
+                "for one in [fetch, *(c for c in state.claims.values() if isinstance(c, Fetch))]:\n"
+                "        if one.stream.request is stream.request:\n"
+                "            state.device.drop(one.owned, NOTHING)",
+            ),
+        ),
+    ),
+    # -- promises of the design that no row covers
+    Mutant(
+        "§6-double-free",
+        "an abandoned reload drops its device pages twice, and the arena does not notice",
+        both(
+            edit(Pool.drop, ("raise DoubleFree(self.tier.value, page)", "left = 0")),
+            edit(
+                reload.abandon_reload,
+                (
+                    "state.device.drop(part.device, copy)",
+                    "state.device.drop(part.device, copy)\n        state.device.drop(part.device, copy)",
+                ),
+            ),
+        ),
+    ),
+    Mutant(
+        "§6-sink",
+        "the sink is granted like any page",
+        edit(
+            Pool.__init__,
+            ("deque(range(pages))", "deque(range(pages + 1))"),
+            ("[0] * pages", "[0] * (pages + 1)"),
+            ("[NOTHING] * pages", "[NOTHING] * (pages + 1)"),
+            ("bytearray(pages)", "bytearray(pages + 1)"),
+        ),
+    ),
+    Mutant(
+        "§6-epoch-offload", "an offload does not raise the epoch", off(offload.commit_offload, "stream.epoch += 1")
+    ),
+    Mutant("§6-epoch-retention", "retention does not raise the epoch", off(step._commit_row, "stream.epoch += 1")),
+    Mutant("§6-epoch-reset", "a reset does not raise the epoch", off(lifecycle._empty, "stream.epoch += 1")),
+    Mutant(
+        "§6-generation", "a commit does not raise the generation", off(step.commit, "stream.generation += 1")
+    ),
+    Mutant(
+        "§6-sealed-early",
+        "pages are sealed up to what was computed, not up to what was accepted",
+        edit(step._commit_row, ("row.start // size, length // size", "row.start // size, row.stop // size")),
+    ),
+    Mutant("§6-sealed-kept", "a reset keeps pages sealed", off(lifecycle._empty, "pool.sealed[page] = 0")),
+    Mutant(
+        "§6-room",
+        "a step on a full page is taken to need no further one",
+        edit(State.room, ("-(-length // self.page_size) * self.page_size", "(length // self.page_size + 1) * self.page_size")),
+    ),
+    Mutant(
+        "§6-released",
+        "retention counts pages, not tokens, as released",
+        edit(retention.retain, ("released + moved", "released + count")),
+    ),
+    Mutant(
+        "§6-position",
+        "the position of the next token is lost by an offload",
+        edit(
+            offload.commit_offload, ("stream.generation += 1", "stream.generation += 1\n            stream.released = 0")
+        ),
+    ),
+    Mutant(
+        "§6-refused",
+        "a refused admit keeps the pages that there were",
+        edit(
+            step._short,
+            (
+                "return PagesExhausted(",
+                "state.device.pools[0].grant(len(state.device.pools[0].free))\n    return PagesExhausted(",
+            ),
+        ),
+    ),
+    Mutant(
+        "§6-host-owners",
+        "host pages that labels share have one owner",
+        off(offload.claim_offload, "_count_sharing(state, claim)"),
+    ),
+    Mutant(
+        "§6-sharing",
+        "a reload gives every label pages of its own",
+        edit(
+            reload.claim_reload,
+            (
+                "back = [moved[group][page] for page in host]",
+                "back = [moved[group][page] for page in host]\n"
+                "            again = [place for place, page in enumerate(back) if page in seen[group]]\n"
+                "            for place, page in zip(again, pool.grant(min(len(again), len(pool.free)))):\n"
+                "                back[place] = page",
+            ),
+        ),
+    ),
+    Mutant(
+        "§6-extra",
+        "a reload brings no room for the next step",
+        off(reload.claim_reload, "wants = ahead.wants_per_label()"),
+    ),
+    Mutant(
+        "§6-extra-counted",
+        "a reload is not refused for the pages of its next step",
+        edit(reload.claim_reload, ("len(pages) + sum(wants.values())", "len(pages)")),
+    ),
+    Mutant(
+        "§6-accepted",
+        "every computed token is stored, accepted or not",
+        edit(step._commit_row, (" if stored is None else stored", "")),
+    ),
+    Mutant(
+        "§6-assumed",
+        "a step stays valid when fewer tokens were accepted beneath it",
+        off(step._commit_row, "void_above(row)"),
+    ),
+    Mutant(
+        "§6-uncommitted",
+        "a step that does not commit moves lengths",
+        edit(step._commit_row, ("commits = row.lease.step.commit", "commits = True")),
+    ),
+    Mutant(
+        "§6-launch-order",
+        "steps on one stream launch in any order",
+        edit(step.launch_enter, ("and not _launches_next(row)", "and False")),
+    ),
+    Mutant(
+        "§6-commit-order",
+        "steps on one stream commit in any order",
+        edit(
+            step.commit,
+            ("if not row.void and row.stream.rows[0] is not row:", "if False:"),
+            ("del stream.rows[0]", "stream.rows.remove(row)"),
+        ),
+    ),
+    Mutant(
+        "§6-admissible",
+        "a step is admitted on a stream that is being fetched",
+        edit(reserve.not_admissible, ("if isinstance(residency, Fetching):", "if False:")),
+    ),
+    Mutant(
+        "§6-temps",
+        "the pages of a step that does not commit are not returned",
+        edit(step._return_temps, ("if any(row.temps):", "if False:")),
+    ),
+)
