@@ -73,8 +73,8 @@ TRANSITIONS = """\
 ## Transitions
 
 Each is atomic: it is done, or it is refused with a typed value and the view of the state is as before. The arrow is that of the
-streams or of the lease it is about; – stands for nothing, *any* for every residency. Refusals are in the order in which they are
-checked.
+streams or of the lease it is about: from — when they were not there before, from *any* residency, to the *same* one. Refusals
+are in the order in which they are checked.
 """
 
 AFTER_TRANSITIONS = """\
@@ -83,7 +83,7 @@ claims alike; `offload` and `reload` claim, copy and commit in one call. `launch
 raises `Refused` where `launch_enter` returns a refusal. `publish` takes a snapshot, waits for the device, and publishes. `poll`
 learns from the transport which fetches ended and runs `landed`, `failed` and `cancelled`; `op_failed` is what the manager runs
 when the backend could not submit an op. A poisoned or closed manager runs no transition and answers `ManagerPoisoned` or
-`ManagerClosed`.
+`ManagerClosed` (from `publish`: None).
 """
 
 RESIDENCY = """\
@@ -139,8 +139,9 @@ def paragraphs(thing: object) -> list[str]:
 
 
 def sentence(verb: str) -> str:
-    """Return what a verb does: the first paragraph of its docstring."""
-    return paragraphs(VERBS[verb])[0]
+    """Return what a verb does: its docstring without the arrow and what numpy's sections add."""
+    said = [part for part in paragraphs(VERBS[verb]) if "→" not in part]
+    return " ".join(part for part in said if "----" not in part)
 
 
 def arrow(verb: str) -> str:
@@ -203,7 +204,7 @@ def refusal_classes() -> dict[str, type[Refusal]]:
 
 def returned_by(refusal: str) -> str:
     if refusal in OF_THE_MANAGER:
-        return "every verb of the manager"
+        return "the manager, in place of any transition"
     return names(verb for verb, can in REFUSALS.items() if refusal in can)
 
 

@@ -187,7 +187,7 @@ def residency_agrees(view: StateView) -> str | None:
 
 @always
 def a_leased_page_is_neither_free_nor_claimed(view: StateView) -> str | None:
-    """No open step that counts reads a free page or one still being filled, writes a claimed one, or runs off device."""
+    """No open step that counts reads a page free or still being filled, writes a claimed one, or runs off device."""
     residencies = {(stream.incarnation, stream.label): stream.residency for stream in view.streams}
     for group, pool in enumerate(view.device):
         claimed = {page for claim in view.claims for page in claim.device(group)}

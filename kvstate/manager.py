@@ -94,10 +94,10 @@ class KVManager:
     """
 
     # The one state lock. It guards the State and all that hangs from it (streams, rows, leases, claims, arenas, outbox)
-    # and nothing else: under it there is no device, no waiting, no logging, no callback and no user code. It is
-    # re-entrant because transitions compose (clear removes, aborts and abandons) and a caller may group verbs under it.
-    # Copies run outside: an op is taken from the outbox and submitted under the submission lock, which is always taken
-    # first (submission → state), so ops reach the backend in the order of their numbers.
+    # and nothing else: under it there is no device, no waiting, no logging, no callback and no user code. It is an RLock
+    # because that one knows its owner: what must not start under it can say so. Copies run outside: ops are taken from
+    # the outbox and submitted under the submission lock, which is always taken first (submission → state), so they reach
+    # the backend in the order of their numbers.
 
     def __init__(
         self,
@@ -151,6 +151,8 @@ class KVManager:
 
     def _drain(self) -> None:
         """Submit the outbox in number order. When it returns, everything emitted before the call was submitted."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise LockHeld("a verb was called under the state lock of its manager; release it first")
         with self._submission:
             while True:
                 with self._lock:
@@ -181,7 +183,7 @@ class KVManager:
             self._poison(error)
 
     def _started(self, fetch: Fetch) -> None:
-        """Note that the transport knows a fetch; only then can it be told of a cancel, which may have been asked for."""
+        """Note that the transport knows a fetch: only now can it be told of a cancel, perhaps asked for already."""
         with self._lock:
             fetch.started = True
         self._tell_cancels()
@@ -337,8 +339,8 @@ class KVManager:
 
     def snapshot(self, request: str) -> Snapshot | None:
         """Note what `request` could publish, and what the host must see complete first."""
-        with self._lock:
-            return retrieve.snapshot(self._state, request)
+        noted = self._locked("snapshot", retrieve.snapshot, request)
+        return noted if isinstance(noted, Snapshot) else None
 
     def publish_noted(self, noted: Snapshot) -> Publication | None:
         """Publish a snapshot whose `after` the host has seen complete."""
@@ -400,6 +402,7 @@ class KVManager:
 
     def pages_free(self) -> dict[str, tuple[int, ...]]:
         """Return the free pages per tier and group."""
+        self.poll()
         with self._lock:
             return {
                 arena.tier.value: tuple(len(pool.free) for pool in arena.pools)

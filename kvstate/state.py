@@ -160,7 +160,7 @@ GONE = Gone()
 
 @attrs.define(eq=False)
 class Held:
-    """Pages that left a stream while leases were open that may use them: the serials of those, and uses known so far."""
+    """Pages that left a stream while leases were open that may use them: `behind` are the serials of those."""
 
     behind: set[int]
     pages: Pages

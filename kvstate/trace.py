@@ -13,10 +13,12 @@ from typing import Any
 import attrs
 
 from kvstate.ops import Op, Plan
-from kvstate.refusals import Refusal
-from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim
-from kvstate.transitions.retrieve import Snapshot
+from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, State
+from kvstate.transitions import VERBS
+from kvstate.transitions.retrieve import Retrieval, Snapshot
 from kvstate.types import (
+    Geometry,
+    Group,
     LabelFork,
     Publication,
     Record,
@@ -31,6 +33,7 @@ from kvstate.types import (
 _VALUES: tuple[type[Any], ...] = (
     LabelFork, Publication, Record, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId,
 )  # fmt: skip
+FORMAT = 1
 _BY_NAME = {cls.__name__: cls for cls in _VALUES}
 
 
@@ -61,7 +64,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Op):
         return {"op": value.number}
     if isinstance(value, Snapshot):
-        return {"snapshot": value.request.id}
+        return {"snapshot": value.serial}
     if isinstance(value, Mapping):
         return {"map": [[encode(k), encode(v)] for k, v in value.items()]}
     if isinstance(value, (tuple, list)):
@@ -89,14 +92,90 @@ def decode(value: Any) -> Any:
     return value
 
 
-def line(event: Event) -> str:
-    """Return one event as a line of JSON."""
-    outcome = f"refused {type(event.result).__name__}" if isinstance(event.result, Refusal) else "done"
-    return json.dumps(
-        {"verb": event.verb, "args": encode(event.args), "outcome": outcome, "result": encode(event.result)}
-    )
+@attrs.frozen
+class Header:
+    """What a trace was recorded on."""
+
+    geometry: Geometry
+    address: str = "kv"
+    rank: int = 0
+    world_size: int = 1
 
 
-def lines(events: Iterable[Event]) -> str:
-    """Return events as JSON lines."""
-    return "".join(line(event) + "\n" for event in events)
+class TraceMismatch(Exception):
+    """A recorded event does not come out as recorded.
+
+    Attributes
+    ----------
+    line
+        Of the trace, from 1; the header is line 1.
+    """
+
+    def __init__(self, line: int, verb: str, recorded: Any, replayed: Any) -> None:
+        super().__init__(f"line {line}: {verb} gave {json.dumps(replayed)}, recorded was {json.dumps(recorded)}")
+        self.line = line
+
+
+def dumps(header: Header, events: Iterable[Event]) -> str:
+    """Return a trace as JSON lines: the header, then one line per critical section."""
+    geometry = attrs.asdict(header.geometry)
+    first = {"kvstate_trace": FORMAT, **attrs.asdict(header, recurse=False), "geometry": geometry}
+    lines = [json.dumps(first)]
+    for event in events:
+        entry = {"verb": event.verb, "args": encode(event.args), "result": encode(event.result)}
+        lines.append(json.dumps(entry))
+    return "\n".join(lines) + "\n"
+
+
+def replay(text: str) -> State:
+    """Run a trace on a new State and return it.
+
+    Raises
+    ------
+    TraceMismatch
+        At the first event that does not come out as recorded.
+    ValueError
+        When the text is no trace of this format.
+    """
+    lines = text.splitlines()
+    first = json.loads(lines[0]) if lines else {}
+    if not isinstance(first, dict) or first.get("kvstate_trace") != FORMAT:
+        raise ValueError(f"line 1: not the header of a trace of format {FORMAT}; kvstate.trace.dumps writes one")
+    fields = dict(first["geometry"])
+    fields["groups"] = tuple(Group(**group) for group in fields["groups"])
+    state = State(Geometry(**fields), first["address"], first["rank"], first["world_size"])
+    handles: dict[tuple[str, int], Any] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        entry = json.loads(line)
+        args = _resolve(entry["args"], handles)
+        result = VERBS[entry["verb"]](state, *args)
+        for op in state.outbox:
+            handles["op", op.number] = op
+        state.outbox.clear()
+        _remember(result, handles)
+        replayed = encode(result)
+        if replayed != entry["result"]:
+            raise TraceMismatch(number, entry["verb"], entry["result"], replayed)
+    return state
+
+
+_HANDLES = ("lease", "claim", "fetch", "plan", "op", "snapshot")
+
+
+def _resolve(value: Any, handles: Mapping[tuple[str, int], Any]) -> Any:
+    if isinstance(value, list):
+        return tuple(_resolve(item, handles) for item in value)
+    if isinstance(value, dict) and len(value) == 1:
+        [(kind, serial)] = value.items()
+        if kind in _HANDLES:
+            return handles[kind, serial]
+    return decode(value)
+
+
+def _remember(result: Any, handles: dict[tuple[str, int], Any]) -> None:
+    for value in result.fetches if isinstance(result, Retrieval) else (result,):
+        encoded = encode(value)
+        if isinstance(encoded, dict) and len(encoded) == 1:
+            [(kind, serial)] = encoded.items()
+            if kind in _HANDLES:
+                handles[kind, serial] = value

@@ -36,7 +36,7 @@ BUDGETS = {"smoke": 20.0, "ci": 60.0, "nightly": 1800.0}
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the report here."
 )
-@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), help="Also write JUnit XML here.")
+@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), help="Also write JUnit XML.")
 def check(
     seconds: float | None,
     budget: str,
@@ -180,7 +180,8 @@ def _junit(report: Report) -> bytes:
         error.text = "\n".join(report.missing)
     suite.set("failures", str(failures["failures"]))
     suite.set("errors", str(failures["errors"]))
-    return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+    text: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+    return text
 
 
 @click.command()

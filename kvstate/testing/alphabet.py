@@ -237,7 +237,10 @@ def _to_copy(node: Node) -> list[Any]:
 _A, _P, _E, _L = Status.ADMITTED, Status.PLANNED, Status.ENTERED, Status.LAUNCHED
 
 ALPHABET: tuple[Letter, ...] = (
-    Letter("ingest", 6, lambda n: len(n.now.requests) < len(REQUESTS), lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c))),
+    Letter(
+        "ingest", 6, lambda n: len(n.now.requests) < len(REQUESTS),
+        lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c)),
+    ),
     Letter("admit", 26, _live, lambda n, c: n.admit(_step(n, c))),
     Letter("plan", 20, _has(_A), lambda n, c: n.plan(_some_lease(n, c, _A, _A, _P))),
     Letter(
@@ -267,6 +270,7 @@ ALPHABET: tuple[Letter, ...] = (
     Letter("reset", 3, _busy, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
     Letter("remove", 2, _busy, lambda n, c: n.remove(_request(n, c))),
 )  # fmt: skip
+
 
 def advance(node: Node, choose: Chooser) -> Any:
     """Take the next lock-sized call of one open lease, claim or fetch: what a program mostly does."""

@@ -1,4 +1,4 @@
-"""The fuzz: the alphabet as a hypothesis state machine, a rule per verb. Programs shrink to what a person would write."""
+"""The fuzz: the alphabet as a hypothesis state machine, a rule per verb. Programs shrink to short ones."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def run(sizes: Sizes, program: Iterable[Call], finish: bool = True) -> tuple[Wor
 
 
 def shrink(sizes: Sizes, program: Sequence[Call], witness: str, tries_max: int = 4000) -> list[Call]:
-    """Return a shorter program that the same witness objects to: calls are left out, and made simpler, while it does."""
+    """Return a shorter program that the same witness objects to: calls are left out, or made simpler."""
     best = list(program)
     tries = 0
 

@@ -1,7 +1,7 @@
 """SOMETIMES: what a checker must have reached before it may say that it looked.
 
-Every promise of the form "always" is worth what its programs reached. `REQUIRED` names it; a run that did not reach all of
-it is undecided, never a pass.
+Every promise of the form "always" is worth what its programs reached. `REQUIRED` names it; a run that did not reach all
+of it is undecided, never a pass.
 """
 
 from __future__ import annotations

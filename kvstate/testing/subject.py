@@ -81,7 +81,7 @@ class Subject(Protocol):
 class _Builtin:
     """What the two built-in subjects share: an in-memory backend under an edge judge, and a stepped transport."""
 
-    verbs = frozenset(VERBS) | {"snapshot", "poll"}
+    verbs = frozenset(VERBS) | {"poll"}
 
     def __init__(self, geometry: Geometry, network: Network, address: str) -> None:
         self.geometry = geometry
@@ -136,8 +136,7 @@ class MachineSubject(_Builtin):
     def apply(self, verb: str, *args: Any) -> Any:
         if verb == "poll":
             return self._poll()
-        function: Callable[..., Any] = retrieve.snapshot if verb == "snapshot" else VERBS[verb]
-        result = function(self.state, *args)
+        result = VERBS[verb](self.state, *args)
         self._drain()
         for claim in self.state.claims.values():
             if isinstance(claim, Fetch) and claim.cancel_requested and not claim.cancel_told:

@@ -1,8 +1,8 @@
 """The world of a checked program: nodes that run every verb on a subject and on the reference, and compare.
 
-A node calls the subject, then the reference, and then looks: does the answer agree, did a refusal change nothing, do all
-promises hold, does every stream hold what was committed, do the edges cover every conflict. A program is the list of
-calls; it can be written by hand, drawn by hypothesis, walked at random, shrunk, saved and replayed.
+A node calls the subject, then the reference, and then looks: does the answer agree, did a refusal change nothing, do
+all promises hold, does every stream hold what was committed, do the edges cover every conflict. A program is the list
+of calls; it can be written by hand, drawn by hypothesis, walked at random, shrunk, saved and replayed.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Node:
         self.publications: list[Publication] = []
         self.plans: dict[int, Plan] = {}
         self.written: dict[int, list[list[int]]] = {}
-        self.after: dict[tuple[int, str, str], list[int] | None] = {}
+        self.after: dict[tuple[int, str, str], list[Any] | None] = {}
         self.copied: set[int] = set()
         self.now = self.subject.snapshot()
         self._plans = 0
@@ -521,14 +521,14 @@ class Node:
                 if want != got:
                     self._violated("oracle", f"{stream.request}/{stream.label} holds {got}, committed was {want}")
 
-    def _contexts(self, lease: Lease, tokens: list[list[int]]) -> list[list[int] | None]:
-        """Return what each segment must find in front of it; None where it does not matter (padding, void, retention)."""
+    def _contexts(self, lease: Lease, tokens: list[list[int]]) -> list[list[Any] | None]:
+        """Return what each segment must find in front of it; None where nobody knows (padding, void, retention)."""
         step = lease.step
         committed = self.reference.contents()
         void = set(lease.void_places())
-        history: dict[tuple[str, str], list[int] | None] = {}
+        history: dict[tuple[str, str], list[Any] | None] = {}
 
-        def base(key: tuple[str, str]) -> list[int] | None:
+        def base(key: tuple[str, str]) -> list[Any] | None:
             if key not in history:
                 below = [
                     (row.lease.serial, *key)
@@ -547,7 +547,7 @@ class Node:
                 content = base(_key(fork.source.stream))
                 history[_key(fork.target.stream)] = None if content is None else list(content)
         forked = dict(history)
-        contexts: list[list[int] | None] = []
+        contexts: list[list[Any] | None] = []
         for place, segment in enumerate(step.segments):
             if segment.request is None:
                 contexts.append(None)

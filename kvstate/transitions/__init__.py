@@ -25,6 +25,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "claim_reload": reload.claim_reload,
     "commit_reload": reload.commit_reload,
     "abandon_reload": reload.abandon_reload,
+    "snapshot": retrieve.snapshot,
     "publish": retrieve.publish,
     "claim_retrieve": retrieve.claim_retrieve,
     "landed": retrieve.landed,

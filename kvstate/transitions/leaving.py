@@ -1,7 +1,8 @@
 """How pages leave a stream, how segments go void, how a lease's row ends. Shared by every transition that takes away.
 
-The one rule: pages that leave while leases are open that may use them are held until the last of those has ended, and only
-then dropped, with the uses of the stream so far and of those leases that were launched. A lease admitted later never saw them and holds nothing up.
+The one rule: pages that leave while leases are open that may use them are held until the last of those has ended, and
+only then dropped, with the uses of the stream so far and of those leases that were launched. A lease admitted later
+never saw them and holds nothing up.
 """
 
 from __future__ import annotations

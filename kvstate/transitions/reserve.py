@@ -70,8 +70,8 @@ class Draft:
     """
 
     __slots__ = (
-        "base", "content", "exists", "fork_granted", "kept", "length", "most", "named", "opens", "shared", "span_granted",
-        "start", "stream", "surplus",
+        "base", "content", "exists", "fork_granted", "kept", "length", "most", "named", "opens", "shared",
+        "span_granted", "start", "stream", "surplus",
     )  # fmt: skip
 
     def __init__(self, stream: Stream, page_size: int) -> None:

@@ -68,6 +68,7 @@ class Readiness:
 class Snapshot:
     """What a publication will say once the host has seen `after` complete."""
 
+    serial: int
     request: Request
     after: Clock
     records: dict[str, tuple[Stream, Record]]
@@ -278,7 +279,10 @@ def readiness(state: State, request: str, labels: Sequence[str] | None = None) -
 
 
 def snapshot(state: State, request: str) -> Snapshot | None:
-    """Note what `request` could publish now, and what the host must see complete first. None when it is unknown."""
+    """Snapshot what a request could publish, and what the host must see complete first. None when it is unknown.
+
+    OnDevice, OnHost → same
+    """
     found = state.requests.get(request)
     if found is None:
         return None
@@ -291,7 +295,7 @@ def snapshot(state: State, request: str) -> Snapshot | None:
         records[label] = (stream, record)
         if not record.on_host:
             after = merge(after, stream.written)
-    return Snapshot(found, after, records)
+    return Snapshot(state.serial(), found, after, records)
 
 
 def _record(state: State, request: Request, stream: Stream) -> Record:
@@ -307,9 +311,11 @@ def _record(state: State, request: Request, stream: Stream) -> Record:
 
 
 def publish(state: State, noted: Snapshot) -> Publication | None:
-    """Publish what `noted` says, once the host has seen it complete; what changed since is described as it is.
+    """Publish what `noted` says, once the host has seen it complete.
 
     OnDevice, OnHost → same
+
+    What is moving by then is published as on host; what changed otherwise, or is fetching, is left out.
     """
     request = noted.request
     if state.requests.get(request.id) is not request:

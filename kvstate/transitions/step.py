@@ -24,7 +24,7 @@ from kvstate.refusals import (
     StalePlan,
     TooLarge,
 )
-from kvstate.state import Lease, OnDevice, Row, State, Status, Stream, WideRow
+from kvstate.state import Fork, Lease, OnDevice, Row, State, Status, Stream, WideRow
 from kvstate.transitions.fork import apply_post_forks
 from kvstate.transitions.leaving import (
     content_pages,
@@ -335,7 +335,7 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
 
 
 def _surviving(lease: Lease) -> list[Fork]:
-    """Return the post-forks that apply: a void source or target drops its fork, and that one the forks of its target."""
+    """Return the post-forks that apply: a void source or target drops its fork, which drops those of its target."""
     forks: list[Fork] = []
     dropped: list[Row] = []
     for fork in lease.forks:

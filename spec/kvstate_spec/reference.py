@@ -61,7 +61,7 @@ from kvstate_spec.model import (
     named,
     stream_id,
 )
-from kvstate_spec.walk import walk
+from kvstate_spec.walk import Walked, walk
 
 __all__ = ["Abstract", "Reference", "StreamAbstract", "agrees"]
 
@@ -136,9 +136,7 @@ class Reference:
         tokens: Sequence[Sequence[Token]],
         accepted: Sequence[int],
         void: frozenset[StreamId] = frozenset(),
-    ) -> tuple[
-        dict[StreamId, int], dict[StreamId, list[Page]], list[StreamFork], list[StreamFork], dict[StreamId, list[Page]]
-    ]:
+    ) -> Walked:
         policies = {name: self.requests[name.request].config.retention.get(name.label) for name in images.keys() - void}
         return walk(step, self.geometry.page_size, policies, self._new, images, granted, tokens, accepted, void)
 
@@ -171,20 +169,20 @@ class Reference:
         assumed = {name: image.result() for name, image in images.items()}
         granted: dict[Key, list[Page]] = {}
         spans = [segment.span for segment in step.segments]
-        tables, _, forked, posted, shared = self._walk(step, images, granted, [[None] * span for span in spans], spans)
-        if refusal := self._too_few(step, names, tables, granted):
+        walked = self._walk(step, images, granted, [[None] * span for span in spans], spans)
+        if refusal := self._too_few(step, names, walked.tables, granted):
             return refusal
 
-        lease = self.leases[handle] = Lease(handle, step, granted, shared)
+        lease = self.leases[handle] = Lease(handle, step, granted, walked.shared)
         rows: dict[StreamId, Row] = {}
         for name in names:
             stream = self.requests[name.request].stream(name.label)
             rows[name] = Row(lease, stream, assumed[name], images[name])
             lease.rows.append(rows[name])
             stream.rows.append(rows[name])
-        for fork in forked:
+        for fork in walked.forked:
             rows[fork.target].sources.append(rows[fork.source])
-        for fork in posted:
+        for fork in walked.posted:
             rows[fork.target].post_target = True
         return None
 
@@ -299,16 +297,16 @@ class Reference:
         counts = [segment.span for segment in held.step.segments] if accepted is None else list(accepted)
         void = frozenset(row.stream.id for row in held.void())
         dropped, reserved = held.void_places(), set(held.granted)
-        _, left, _, posted, _ = self._walk(held.step, images, held.granted, tokens, counts, void)
+        walked = self._walk(held.step, images, held.granted, tokens, counts, void)
         assert set(held.granted) == reserved, "a commit takes no page that its admission did not reserve"
         for row in counting:
             row.stream.image = images[row.stream.id]
         partly = {name for name, image in images.items() if len(image.tokens) % self.geometry.page_size}
-        names = {fork.target for fork in posted} & partly
+        names = {fork.target for fork in walked.posted} & partly
         self.copied = [row.stream for row in counting if row.stream.id in names]
         self._end(held)
         for row in counting:
-            self._leave(row.stream, left[row.stream.id])
+            self._leave(row.stream, walked.left[row.stream.id])
         for row in counting:
             if row.stream.image.result() != row.leaves.result():
                 for above in row.stream.counting():
@@ -334,7 +332,7 @@ class Reference:
         self._tidy()
 
     def _end(self, lease: Lease) -> None:
-        """Take a lease away; what it was granted and no stream has now waits for the rows above, which may use it (18)."""
+        """Take a lease away; what it was granted and no stream has now waits for the rows above (18)."""
         del self.leases[lease.handle]
         stored = {page for s in self.streams() for page in s.image.content + s.image.surplus}
         for key, granted in lease.granted.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import attrs
+
 from kvstate.types import RetentionPolicy, Step, StreamFork, StreamId
 from kvstate_spec.model import Image, Key, Page, Token, stream_id
 
@@ -17,6 +19,17 @@ def pages(length: int, size: int) -> int:
     return -(-length // size)
 
 
+@attrs.frozen
+class Walked:
+    """What a step did: in-step tables, pages that left, forks that did something, pages that pre-forks share."""
+
+    tables: dict[StreamId, list[Page]]
+    left: dict[StreamId, list[Page]]
+    forked: list[StreamFork]
+    posted: list[StreamFork]
+    shared: dict[StreamId, list[Page]]
+
+
 def walk(
     step: Step,
     size: int,
@@ -27,14 +40,10 @@ def walk(
     tokens: Sequence[Sequence[Token]],
     accepted: Sequence[int],
     void: frozenset[StreamId] = frozenset(),
-) -> tuple[
-    dict[StreamId, int], dict[StreamId, list[Page]], list[StreamFork], list[StreamFork], dict[StreamId, list[Page]]
-]:
+) -> Walked:
     """Take `images` through a step: in its admission everything is accepted and nothing void, in its commit not so.
 
-    A page that is needed and not in `granted` is granted, by `new`, and noted there. Returns the in-step tables, the
-    pages that left each stream, the pre-forks and the post-forks that did something,
-    and the pages that each pre-fork shares.
+    A page that is needed and not in `granted` is granted, by `new`, and noted there.
     """
     spans = {name: 0 for name in images}
     for segment in step.segments:
@@ -123,7 +132,7 @@ def walk(
     if not step.commit:
         for name, image in images.items():
             image.surplus = own[name] + image.surplus
-    return tables, left, forked, posted, shared
+    return Walked(tables, left, forked, posted, shared)
 
 
 def retain(image: Image, policy: RetentionPolicy | None, size: int) -> list[Page]:
