@@ -81,14 +81,19 @@ class Pool:
 
     def seal(self, pages: Iterable[int]) -> None:
         """Mark full pages."""
+        sealed = self.sealed
         for page in pages:
-            self.sealed[page] = 1
+            sealed[page] = 1
 
     def fence_of(self, pages: Iterable[int]) -> Clock:
         """Return what an op that enters `pages` follows."""
-        after = NOTHING
+        after = known = NOTHING
+        fences = self.fences
         for page in pages:
-            after = merge(after, self.fences[page])
+            fence = fences[page]
+            if fence is not known:
+                known = fence
+                after = merge(after, fence)
         return after
 
 

@@ -94,10 +94,10 @@ class KVManager:
     """
 
     # The one state lock. It guards the State and all that hangs from it (streams, rows, leases, claims, arenas, outbox)
-    # and nothing else: under it there is no device, no waiting, no logging, no callback and no user code. It is an RLock
-    # because that one knows its owner: what must not start under it can say so. Copies run outside: ops are taken from
-    # the outbox and submitted under the submission lock, which is always taken first (submission → state), so they reach
-    # the backend in the order of their numbers.
+    # and nothing else: under it there is no device, no waiting, no logging, no callback and no user code. It is an
+    # RLock because that one knows its owner: what must not start under it can say so. Copies run outside: ops are taken
+    # from the outbox and submitted under the submission lock, which is always taken first (submission → state), so
+    # they reach the backend in the order of their numbers.
 
     def __init__(
         self,

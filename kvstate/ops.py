@@ -8,7 +8,7 @@ an op's tokens may be moved and are undefined.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -39,9 +39,28 @@ class Access(NamedTuple):
 
 
 PageCopy = tuple[int, int, int]
-"""(source page, target page, tokens): the first `tokens` tokens of a page. A plain tuple: one per page moved."""
+"""(source page, target page, tokens): the first `tokens` tokens of a page."""
 
-Copies = tuple[list[PageCopy], ...]
+
+@attrs.frozen(eq=False)
+class PageCopies:
+    """Page copies as three columns, which is what a backend coalesces; iterating yields them one by one."""
+
+    sources: list[int]
+    targets: list[int]
+    tokens: list[int]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[PageCopy]:
+        return zip(self.sources, self.targets, self.tokens, strict=True)
+
+    def __contains__(self, copy: object) -> bool:
+        return any(copy == own for own in self)
+
+
+Copies = tuple[Collection[PageCopy], ...]
 """Page copies per group."""
 
 

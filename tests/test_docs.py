@@ -93,11 +93,14 @@ def test_the_manager_has_the_verbs_that_the_page_speaks_of(generate: ModuleType)
 
 
 class Reachable:
-    """Which refusals the functions of ``kvstate.transitions`` construct, directly or through what they mention."""
+    """Which refusals the functions of ``kvstate.transitions`` construct, directly or through what they call.
+
+    Methods are told from functions by a dot in front: ``x.remove()`` is not ``remove()``.
+    """
 
     def __init__(self) -> None:
         self.makes: dict[str, set[str]] = {}
-        self.mentions: dict[str, set[str]] = {}
+        self.calls: dict[str, set[str]] = {}
         for path in sorted((ROOT / "kvstate" / "transitions").glob("*.py")):
             tree = ast.parse(text_of(path))
             aliases = {
@@ -106,17 +109,19 @@ class Reachable:
                 if isinstance(node, ast.ImportFrom) and node.module == "kvstate.refusals"
                 for alias in node.names
             }
-            for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef):
-                    made = self.makes.setdefault(node.name, set())
-                    mentioned = self.mentions.setdefault(node.name, set())
-                    for inner in ast.walk(node):
-                        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name):
-                            made.update(aliases[n] for n in [inner.func.id] if n in aliases)
-                        if isinstance(inner, ast.Name):
-                            mentioned.add(inner.id)
-                        elif isinstance(inner, ast.Attribute):
-                            mentioned.add(inner.attr)
+            for owner in ast.walk(tree):
+                for node in (node for node in ast.iter_child_nodes(owner) if isinstance(node, ast.FunctionDef)):
+                    self._read("." * isinstance(owner, ast.ClassDef) + node.name, node, aliases)
+
+    def _read(self, known_as: str, function: ast.FunctionDef, aliases: dict[str, str]) -> None:
+        made, called = self.makes.setdefault(known_as, set()), self.calls.setdefault(known_as, set())
+        for what in (node.func for node in ast.walk(function) if isinstance(node, ast.Call)):
+            if isinstance(what, ast.Attribute):
+                called.add(f".{what.attr}")
+            elif isinstance(what, ast.Name) and what.id in aliases:
+                made.add(aliases[what.id])
+            elif isinstance(what, ast.Name):
+                called.add(what.id)
 
     def of(self, function: str) -> set[str]:
         found: set[str] = set()
@@ -124,7 +129,7 @@ class Reachable:
         while todo:
             at = todo.pop()
             found |= self.makes.get(at, set())
-            more = (self.mentions.get(at, set()) & self.makes.keys()) - seen
+            more = (self.calls.get(at, set()) & self.makes.keys()) - seen
             seen |= more
             todo += more
         return found
@@ -277,7 +282,7 @@ def copies_that_fail(seen: Seen) -> None:
 
 
 def fetches(seen: Seen) -> None:
-    m = Machine(seen)
+    m = Machine(seen, pages=8)
     m.run("r", 1)
     m.fetch("r", world_size=2)
     m.fetch("r", on_host=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvstate.ops import CopyOut
+from kvstate.ops import CopyOut, PageCopies
 from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
 from kvstate.refusals import ClaimEnded, HostExhausted, NoHostPool, Refusal, StreamNotOnDevice
 from kvstate.state import OffloadClaim, Offloading, OnDevice, OnHost, Part, State, Table
@@ -59,8 +59,7 @@ def claim_offload(
         for group in groups:
             pages = distinct[group]
             table = stream.residency.tables[group]
-            for page in table.part(0, full):
-                pages[page] = size
+            pages.update(dict.fromkeys(table.part(0, full), size))
             if rest:
                 pages[table[full]] = rest
     short = state.host.short([len(pages) for pages in distinct])
@@ -96,7 +95,7 @@ def claim_offload(
     state.claims[claim.serial] = claim
     # Emit.
     copies = tuple(
-        [(page, target[page], tokens) for page, tokens in pages.items()]
+        PageCopies(list(pages), list(target.values()), list(pages.values()))
         for pages, target in zip(distinct, moved, strict=True)
     )
     claim.op = CopyOut(state.number(), elsewhere(after, Queue.COPY_OUT), claim, copies)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import attrs
 
-from kvstate.ops import CopyIn
+from kvstate.ops import CopyIn, PageCopies
 from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
 from kvstate.refusals import ClaimEnded, NotOnHost, PagesExhausted, Refusal, TooLarge
 from kvstate.state import OnDevice, OnHost, Part, ReloadClaim, Reloading, State, Stream, Table
@@ -44,7 +46,7 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
             return refusal
         wants = ahead.wants_per_label()
     distinct = [
-        dict.fromkeys(page for stream in found.streams.values() for page in stream.residency.host[group])  # type: ignore[union-attr]
+        dict.fromkeys(chain.from_iterable(stream.residency.host[group] for stream in found.streams.values()))  # type: ignore[union-attr]
         for group in groups
     ]
     wanted = [len(pages) + sum(wants.values()) for pages in distinct]
@@ -81,10 +83,10 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
         for group, pool in enumerate(state.device.pools):
             host = residency.host[group]
             back = [moved[group][page] for page in host]
-            pool.share(page for page in back if page in seen[group])
-            seen[group].update(back)
-            for page in host.part(0, full):
-                tokens[group][page] = state.page_size
+            if len(streams) > 1:
+                pool.share([page for page in back if page in seen[group]])
+                seen[group].update(back)
+            tokens[group].update(dict.fromkeys(host.part(0, full), state.page_size))
             if rest:
                 tokens[group][host[full]] = rest
             back.extend(pool.grant(wants.get(stream.label, 0)))
@@ -96,7 +98,10 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
     claim.residencies = tuple(residencies)
     state.claims[claim.serial] = claim
     # Emit.
-    copies = tuple([(page, target[page], tokens[group][page]) for page in target] for group, target in enumerate(moved))
+    copies = tuple(
+        PageCopies(list(target), list(target.values()), [counts[page] for page in target])
+        for target, counts in zip(moved, tokens, strict=True)
+    )
     claim.op = CopyIn(state.number(), elsewhere(after, Queue.COPY_IN), claim, copies)
     state.outbox.append(claim.op)
     return claim
