@@ -162,9 +162,7 @@ EXAMPLES = [
     Example("3. A reload, then a step", a_reload_then_a_step, slice(0, 2), first=6),
     Example("4. A shared page", a_shared_page, slice(0, 2)),
     Example("5. A grant that is never used", a_grant_that_is_never_used, slice(0, 2)),
-    Example(
-        "5. A grant that is never used", a_grant_that_is_never_used_and_a_copy_that_failed, slice(2, 4), first=7
-    ),
+    Example("5. A grant that is never used", a_grant_that_is_never_used_and_a_copy_that_failed, slice(2, 4), first=7),
 ]
 NAMES = [example.run.__name__ for example in EXAMPLES]
 

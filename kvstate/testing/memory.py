@@ -192,7 +192,8 @@ class MemoryBackend:
         first = start // size
         for page in table[first : -(-stop // size)]:
             stamps += pages[page * size : (page + 1) * size]
-        return stamps[start - first * size : stop - first * size]
+        del stamps[stop - first * size :]
+        return stamps[start - first * size :] if start > first * size else stamps
 
     def store(self, group: int, table: Sequence[int], start: int, stamps: Sequence[Any]) -> None:
         """Write device stamps from token `start` on; token 0 is the first of ``table[0]``."""
