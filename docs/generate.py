@@ -1,7 +1,7 @@
 """Write docs/semantics.md from the code. ``--check`` writes nothing and exits with 1 when the page is not current.
 
-Verbs, arrows, sentences and kinds are read from docstrings and classes. Which refusals a verb can return is declared here,
-in the order of the checks, and tests/test_docs.py holds it against the code and against what checked programs saw.
+Verbs, arrows, sentences and kinds are read from docstrings and classes. Which refusals a verb can return is declared
+here, in the order of the checks; tests/test_docs.py holds it against the code and against what programs were answered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ RESIDENCIES = ("OnDevice", "Offloading", "OnHost", "Reloading", "Fetching", "Fet
 REFUSALS: dict[str, tuple[str, ...]] = {
     "ingest": ("ConfigConflict",),
     "admit": (
-        "UnknownRequest", "FetchPending", "FetchFailed", "StreamNotOnDevice", "ForkPending", "PagesExhausted", "TooLarge",
+        "UnknownRequest", "FetchPending", "FetchFailed", "StreamNotOnDevice", "ForkPending", "PagesExhausted",
+        "TooLarge",
     ),
     "plan": ("StalePlan", "AlreadyLaunched"),
     "launch_enter": ("StalePlan", "AlreadyLaunched", "OutOfOrder"),
@@ -33,7 +34,8 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "commit": ("LeaseEnded", "NotLaunched", "CopyFailed", "OutOfOrder"),
     "abort": ("LeaseEnded",),
     "claim_offload": (
-        "UnknownRequest", "NoHostPool", "FetchPending", "FetchFailed", "StreamNotOnDevice", "StreamBusy", "HostExhausted",
+        "UnknownRequest", "NoHostPool", "FetchPending", "FetchFailed", "StreamNotOnDevice", "StreamBusy",
+        "HostExhausted",
     ),
     "commit_offload": ("ClaimEnded", "CopyFailed"),
     "abandon_offload": ("ClaimEnded",),
@@ -73,24 +75,25 @@ What exists, what each transition changes, and what is promised. The same in pro
 TRANSITIONS = """\
 ## Transitions
 
-Each is atomic: it is done, or it is refused with a typed value and the view of the state is as before. The arrow is that of the
-streams or of the lease it is about: from — when they were not there before, from *any* residency, to the *same* one. Refusals
-are in the order in which they are checked.
+Each is atomic: it is done, or it is refused with a typed value and the view of the state is as before. The arrow is
+that of the streams or of the lease it is about: from — when they were not there before, from *any* residency, to the
+*same* one. Refusals are in the order in which they are checked.
 """
 
 AFTER_TRANSITIONS = """\
-A `KVManager` has these verbs under the same names, with a few differences. `commit_claim` and `abandon` end offload and reload
-claims alike; `offload` and `reload` claim, copy and commit in one call. `launch` is a context that enters and exits a launch, and
-raises `Refused` where `launch_enter` returns a refusal. `publish` takes a `snapshot`, waits for the device, and publishes. `poll`
-learns from the transport which fetches ended and runs `landed`, `failed` and `cancelled`; `op_failed` is what the manager runs
-when the backend could not submit an op. A poisoned or closed manager runs no transition and answers `ManagerPoisoned` or
-`ManagerClosed` (from `publish`: None).
+A `KVManager` has these verbs under the same names, with a few differences. `commit_claim` and `abandon` end offload
+and reload claims alike; `offload` and `reload` claim, copy and commit in one call. `launch` is a context that enters
+and exits a launch, and raises `Refused` where `launch_enter` returns a refusal. `publish` takes a `snapshot`, waits
+for the device, and publishes. `poll` learns from the transport which fetches ended and runs `landed`, `failed` and
+`cancelled`; `op_failed` is what the manager runs when the backend could not submit an op. A poisoned or closed
+manager runs no transition and answers `ManagerPoisoned` or `ManagerClosed` (from `publish`: None).
 """
 
 RESIDENCY = """\
 ## Where a stream can be
 
-The arrows of the table that are about streams. Streams of one request move to the host and back together; fetches are per stream.
+The arrows of the table that are about streams. Streams of one request move to the host and back together; fetches are
+per stream.
 """
 
 LEASE = """\
@@ -102,13 +105,14 @@ The arrows that are about leases. A lease that is aborted inside its launch ends
 ALWAYS = """\
 ## Promises
 
-ALWAYS: predicates over the view, in `kvstate/invariants.py`. The debug mode, the random walk, hypothesis and replay check
-all of them after every transition.
+ALWAYS: predicates over the view, in `kvstate/invariants.py`. The debug mode, the random walk, hypothesis and replay
+check all of them after every transition.
 """
 
 AFTER_ALWAYS = """\
-Two more cannot be seen in a view. The edge judge, over op records: of any two ops that touch a common token, one of them writing, the
-later one follows the earlier one. The content oracle, over bytes: every stream holds what was committed to it.
+Two more cannot be seen in a view. The edge judge, over op records: of any two ops that touch a common token, one of
+them writing, the later one follows the earlier one. The content oracle, over bytes: every stream holds what was
+committed to it.
 """
 
 REFUSED = """\
@@ -120,8 +124,8 @@ Each names the request and the label it is about, as far as there is one, and sa
 SOMETIMES = """\
 ## Sometimes
 
-What a checker must have reached before it may say that it looked (`kvstate/testing/sometimes.py`). A run that missed one of these
-is undecided, never a pass.
+What a checker must have reached before it may say that it looked (`kvstate/testing/sometimes.py`). A run that missed
+one of these is undecided, never a pass.
 """
 
 
@@ -166,7 +170,8 @@ def names(values: Iterable[str]) -> str:
 
 def diagram(pairs: dict[tuple[str, str], list[str]], live: Sequence[str] = ()) -> str:
     """Return a Mermaid state diagram; states in `live` are drawn inside one frame, which `any` stands for."""
-    inside, outside = [], []
+    inside: list[str] = []
+    outside: list[str] = []
     for (source, target), verbs in pairs.items():
         line = f"{source or '[*]'} --> {target} : {', '.join(verbs)}"
         (inside if target in live else outside).append(line)

@@ -45,6 +45,13 @@ class AcceptedMismatch(KVStateError, ValueError):
     """`accepted` does not describe the step it is given for. Nothing was committed."""
 
 
+class ForeignHandle(KVStateError):
+    """A lease, plan, claim or fetch was given to a manager that did not hand it out. Nothing was changed."""
+
+    def __init__(self, handle: object) -> None:
+        super().__init__(f"{handle!r} belongs to another manager; give each handle back to the manager it came from")
+
+
 class SubmitError(KVStateError):
     """A backend could not submit one op; nothing of it ran. Its claim or lease is ended by its owner."""
 

@@ -176,11 +176,17 @@ class KVManager:
         except SubmitError as error:
             if isinstance(op, (StepEnd, FetchEnd)):
                 self._poison(error)
+                raise Poisoned(f"{op!r} records what has happened, it cannot fail") from error
             self.backend.skip(op)
             with self._lock:
                 self._fail(op, str(error))
         except Exception as error:
             self._poison(error)
+            raise Poisoned(f"the device failed after a submit ({error}); build a new manager") from error
+        except BaseException as error:
+            # Interrupted: nobody knows whether the op was submitted, and the ops behind it were not.
+            self._poison(error)
+            raise
 
     def _started(self, fetch: Fetch) -> None:
         """Note that the transport knows a fetch: only now can it be told of a cancel, perhaps asked for already."""
@@ -209,9 +215,6 @@ class KVManager:
     def _poison(self, error: BaseException) -> None:
         with self._lock:
             self._dead = ManagerPoisoned(error=f"{type(error).__name__}: {error}")
-        raise Poisoned(
-            f"the device failed after a submit: {error}; its memory is unknown, build a new manager"
-        ) from error
 
     def _unlocked(self) -> None:
         for lock in (self._lock, self._submission):

@@ -20,7 +20,7 @@ from typing import ClassVar
 import attrs
 
 from kvstate.arena import Arena
-from kvstate.errors import TableTooShort
+from kvstate.errors import ForeignHandle, TableTooShort
 from kvstate.ops import CopyIn, CopyOut, FetchBegin, Op, Plan, Tier
 from kvstate.ordering import NOTHING, Clock
 from kvstate.types import Geometry, Record, RequestConfig, RetentionPolicy, Step
@@ -462,6 +462,12 @@ class State:
         self.serials = 0
         # Counts changes of the set of streams: what a Step remembers of it is good until this moves.
         self.topology = 0
+
+    def own(self, handle: Lease | Claim) -> None:
+        """Raise ForeignHandle when the open `handle` is another state's: serials are per state."""
+        mine = self.leases if isinstance(handle, Lease) else self.claims
+        if mine.get(handle.serial) is not handle:
+            raise ForeignHandle(handle)
 
     def serial(self) -> int:
         """Return the next serial of a lease, claim or incarnation."""

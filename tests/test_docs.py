@@ -26,10 +26,8 @@ from kvstate.transitions import VERBS
 from kvstate.types import Geometry, LabelFork, Publication, Record, RequestConfig, RetentionPolicy, Segment, Step
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "spec" / "README.md", ROOT / "models" / "README.md"]
-    + list((ROOT / "docs").rglob("*.md"))
-)
+NAMED = ("README.md", "CHANGELOG.md", "spec/README.md", "models/README.md")
+PAGES = sorted([*(ROOT / page for page in NAMED), *(ROOT / "docs").rglob("*.md")])
 
 
 def name(path: object) -> str:

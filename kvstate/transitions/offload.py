@@ -6,9 +6,9 @@ import attrs
 
 from kvstate.ops import CopyOut, PageCopies
 from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
-from kvstate.refusals import ClaimEnded, HostExhausted, NoHostPool, Refusal, StreamNotOnDevice
+from kvstate.refusals import HostExhausted, NoHostPool, Refusal, StreamNotOnDevice
 from kvstate.state import OffloadClaim, Offloading, OnDevice, OnHost, Part, State, Table
-from kvstate.transitions.claim import committable, end_claim, fetch_in_the_way, known, lease_in_the_way
+from kvstate.transitions.claim import end_claim, ended, fetch_in_the_way, known, lease_in_the_way, not_committable
 from kvstate.transitions.leaving import content_pages, forget, leave_claim, void_from
 
 
@@ -119,7 +119,7 @@ def commit_offload(state: State, claim: OffloadClaim) -> Offloaded | Abandoned |
     Offloading → OnHost
     """
     # Guard.
-    refusal = committable(claim)
+    refusal = not_committable(state, claim)
     if refusal is not None:
         return refusal
     # Effect.
@@ -149,8 +149,9 @@ def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
     Offloading → OnDevice
     """
     # Guard.
-    if not claim.open:
-        return ClaimEnded(request=claim.request.id)
+    refusal = ended(state, claim)
+    if refusal is not None:
+        return refusal
     # Effect.
     end_claim(state, claim)
     assert claim.op is not None

@@ -8,9 +8,9 @@ import attrs
 
 from kvstate.ops import CopyIn, PageCopies
 from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
-from kvstate.refusals import ClaimEnded, NotOnHost, PagesExhausted, Refusal, TooLarge
+from kvstate.refusals import NotOnHost, PagesExhausted, Refusal, TooLarge
 from kvstate.state import OnDevice, OnHost, Part, ReloadClaim, Reloading, State, Stream, Table
-from kvstate.transitions.claim import committable, end_claim, known
+from kvstate.transitions.claim import end_claim, ended, known, not_committable
 from kvstate.transitions.leaving import forget
 from kvstate.transitions.offload import Abandoned
 from kvstate.transitions.reserve import Reservation
@@ -113,7 +113,7 @@ def commit_reload(state: State, claim: ReloadClaim) -> Reloaded | Abandoned | Re
     Reloading → OnDevice
     """
     # Guard.
-    refusal = committable(claim)
+    refusal = not_committable(state, claim)
     if refusal is not None:
         return refusal
     # Effect.
@@ -147,8 +147,9 @@ def abandon_reload(state: State, claim: ReloadClaim) -> Abandoned | Refusal:
     Reloading → OnHost
     """
     # Guard.
-    if not claim.open:
-        return ClaimEnded(request=claim.request.id)
+    refusal = ended(state, claim)
+    if refusal is not None:
+        return refusal
     # Effect.
     end_claim(state, claim)
     assert claim.op is not None

@@ -13,50 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstate.ordering import NOTHING, merge
-from kvstate.refusals import FetchFailed as FetchFailedRefusal
-from kvstate.refusals import FetchPending, ForkPending, Refusal, StreamNotOnDevice, UnknownRequest
-from kvstate.state import (
-    FetchFailed,
-    Fetching,
-    Fork,
-    Lease,
-    Offloading,
-    OnDevice,
-    OnHost,
-    Reloading,
-    Request,
-    Row,
-    State,
-    Stream,
-    Table,
-    WideRow,
-)
+from kvstate.refusals import ForkPending, Refusal, StreamNotOnDevice, UnknownRequest
+from kvstate.state import Fork, Lease, Request, Row, State, Stream, Table, WideRow
+from kvstate.transitions.claim import away, off_device
 from kvstate.transitions.retention import retain
 from kvstate.types import LabelFork, Segment, Step, StreamFork
-
-
-def not_admissible(stream: Stream) -> Refusal | None:
-    """Return why no step may name `stream`, or None."""
-    residency = stream.residency
-    request, label = stream.request.id, stream.label
-    if isinstance(residency, Fetching):
-        return FetchPending(request=request, label=label)
-    if isinstance(residency, FetchFailed):
-        return FetchFailedRefusal(request=request, label=label, error=residency.error)
-    if not isinstance(residency, OnDevice):
-        return StreamNotOnDevice(request=request, label=label, residency=residency.name)
-    if stream.pending_fork is not None:
-        return ForkPending(request=request, label=label)
-    return None
-
-
-def away(request: Request) -> str | None:
-    """Return the residency of a request that is not on the device, else None. All labels move together."""
-    for stream in request.streams.values():
-        if isinstance(stream.residency, (Offloading, OnHost, Reloading)):
-            return stream.residency.name
-    return None
-
 
 Key = tuple[str, str]
 """(request, label)."""
@@ -182,9 +143,11 @@ class Reservation:
             stream = Stream(request, key[1], len(self.state.device.pools))
             self.new.append(stream)
         elif self.returning is None:
-            refusal = not_admissible(stream)
+            refusal = off_device(stream)
             if refusal is not None:
                 return refusal
+            if stream.pending_fork is not None:
+                return ForkPending(request=key[0], label=key[1])
         draft = self.drafts[key] = Draft(stream, self.state.page_size)
         return draft
 

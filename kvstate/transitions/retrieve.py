@@ -14,7 +14,6 @@ from kvstate.ops import FetchBegin, FetchEnd
 from kvstate.ordering import NOTHING, Clock, merge
 from kvstate.refusals import (
     ClaimEnded,
-    FetchPending,
     LayoutMismatch,
     OnRemoteHost,
     PagesExhausted,
@@ -24,11 +23,9 @@ from kvstate.refusals import (
     TooLarge,
     WorldSizeMismatch,
 )
-from kvstate.refusals import FetchFailed as FetchFailedRefusal
 from kvstate.state import Fetch, FetchFailed, Fetching, OnDevice, Request, State, Stream, Table
-from kvstate.transitions.claim import known
+from kvstate.transitions.claim import away, known, off_device
 from kvstate.transitions.leaving import content_pages, forget
-from kvstate.transitions.reserve import away
 from kvstate.types import Publication, Record
 
 
@@ -101,9 +98,11 @@ def claim_retrieve(
             if residency is not None:
                 return StreamNotOnDevice(request=request, label=label, residency=residency)
             stream = Stream(found, label, len(state.device.pools))
-        refusal = _not_fetchable(stream)
+        refusal = off_device(stream)
         if refusal is not None:
             return refusal
+        if stream.rows or stream.voided:
+            return StreamBusy(request=request, label=label)
         record = records.get(label)
         if record is None or record.address == state.address or record.length <= stream.length:
             continue
@@ -128,20 +127,6 @@ def claim_retrieve(
             state.topology += 1
         fetches.append(_fetch(state, stream, record, count, now_s))
     return Retrieval(request, tuple(fetches))
-
-
-def _not_fetchable(stream: Stream) -> Refusal | None:
-    request, label = stream.request.id, stream.label
-    residency = stream.residency
-    if isinstance(residency, Fetching):
-        return FetchPending(request=request, label=label)
-    if isinstance(residency, FetchFailed):
-        return FetchFailedRefusal(request=request, label=label, error=residency.error)
-    if not isinstance(residency, OnDevice):
-        return StreamNotOnDevice(request=request, label=label, residency=residency.name)
-    if stream.rows or stream.voided:
-        return StreamBusy(request=request, label=label)
-    return None
 
 
 def _fetch(state: State, stream: Stream, record: Record, count: int, now_s: float) -> Fetch:
@@ -187,6 +172,7 @@ def landed(state: State, fetch: Fetch) -> FetchEnded | Refusal:
     stream = fetch.stream
     if not fetch.open:
         return ClaimEnded(request=stream.request.id, label=stream.label)
+    state.own(fetch)
     # Effect.
     if not _end(state, fetch):
         state.device.drop(fetch.owned, NOTHING)
@@ -218,6 +204,7 @@ def failed(state: State, fetch: Fetch, error: str) -> FetchEnded | Refusal:
     stream = fetch.stream
     if not fetch.open:
         return ClaimEnded(request=stream.request.id, label=stream.label)
+    state.own(fetch)
     # Effect.
     waiting = _end(state, fetch)
     state.device.drop(fetch.owned, NOTHING)
@@ -236,6 +223,7 @@ def cancelled(state: State, fetch: Fetch) -> FetchEnded | Refusal:
     stream = fetch.stream
     if not fetch.open:
         return ClaimEnded(request=stream.request.id, label=stream.label)
+    state.own(fetch)
     # Effect.
     waiting = _end(state, fetch)
     state.device.drop(fetch.owned, NOTHING)

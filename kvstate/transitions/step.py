@@ -7,6 +7,7 @@ every transition; whatever grows, forks, retains or stores nothing takes the gen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import attrs
 
@@ -100,64 +101,68 @@ def admit(state: State, step: Step) -> Lease | Refusal:
 
     — → admitted
     """
+    # Guard.
     lease = Lease(0, step)
-    if not step.plain:
-        # Guard.
-        reservation = Reservation(state, step)
-        refusal = reservation.simulate() or _short(state, step, reservation.wanted)
-        if refusal is not None:
-            return refusal
-        # Effect.
-        rows = reservation.build(lease)
+    asking: Reservation | None = None
+    if step.plain:
+        rows, asking, refusal = _plain_rows(state, lease)
     else:
-        # Guard.
-        streams = _streams(state, step)
-        rows = []
-        asking: Reservation | None = None
-        for segment, stream in zip(step.segments, streams, strict=True):
-            if stream is not None and not stream.voided:
-                above = stream.rows
-                if above:
-                    top = above[-1]
-                    start = top.length
-                    length = start + segment.span
-                    if length <= top.room:
-                        rows.append(
-                            Row(stream, lease, start, length, top.released, top.tables, top.room, stream.generation)
-                        )
-                        continue
-                else:
-                    start = stream.length
-                    length = start + segment.span
-                    residency = stream.residency
-                    room = residency.room
-                    if length <= room:
-                        rows.append(
-                            Row(
-                                stream, lease, start, length, stream.released, residency.tables, room, stream.generation
-                            )
-                        )
-                        continue
-            if asking is None:
-                asking = Reservation(state, step)
-            refusal = asking.segment(segment)
-            if refusal is not None:
-                return refusal
-            rows.append(None)  # type: ignore[arg-type]
-        if asking is not None:
-            refusal = _short(state, step, asking.wanted)
-            if refusal is not None:
-                return refusal
-            # Effect.
-            wide = iter(asking.build(lease))
-            rows = [row if row is not None else next(wide) for row in rows]
+        rows, asking = [], Reservation(state, step)
+        refusal = asking.simulate()
+    if refusal is None and asking is not None:
+        refusal = _short(state, step, asking.wanted)
+    if refusal is not None:
+        return refusal
+    # Effect.
+    if asking is not None:
+        wide = asking.build(lease)
+        if step.plain:
             lease.places = None
-    for row in rows:
+            more = iter(wide)
+            wide = [row if row is not None else next(more) for row in rows]
+        lease.rows = wide
+    else:
+        lease.rows = cast("list[Row]", rows)
+    for row in lease.rows:
         row.stream.rows.append(row)
-    lease.rows = rows
     lease.serial = state.serial()
     state.leases[lease.serial] = lease
     return lease
+
+
+def _plain_rows(state: State, lease: Lease) -> tuple[list[Row | None], Reservation | None, Refusal | None]:
+    """Return a row per segment of a plain step; None for one that leaves its last content page, which is reserved."""
+    rows: list[Row | None] = []
+    asking: Reservation | None = None
+    step = lease.step
+    for segment, stream in zip(step.segments, _streams(state, step), strict=True):
+        if stream is not None and not stream.voided:
+            above = stream.rows
+            if above:
+                top = above[-1]
+                start = top.length
+                length = start + segment.span
+                room = top.room
+                if length <= room:
+                    rows.append(Row(stream, lease, start, length, top.released, top.tables, room, stream.generation))
+                    continue
+            else:
+                start = stream.length
+                length = start + segment.span
+                residency = stream.residency
+                room = residency.room
+                if length <= room:
+                    rows.append(
+                        Row(stream, lease, start, length, stream.released, residency.tables, room, stream.generation)
+                    )
+                    continue
+        if asking is None:
+            asking = Reservation(state, step)
+        refusal = asking.segment(segment)
+        if refusal is not None:
+            return rows, asking, refusal
+        rows.append(None)
+    return rows, asking, None
 
 
 def _short(state: State, step: Step, wanted: int) -> Refusal | None:
@@ -184,6 +189,7 @@ def plan(state: State, lease: Lease) -> Plan | Refusal:
     # Guard.
     if not lease.open:
         return StalePlan(ended=True)
+    state.own(lease)
     if lease.status in (Status.ENTERED, Status.LAUNCHED):
         return AlreadyLaunched()
     if lease.void > lease.told:
@@ -214,6 +220,7 @@ def launch_enter(state: State, planned: Plan) -> StepBegin | Refusal:
     lease = planned.lease
     if not lease.open:
         return StalePlan(ended=True)
+    state.own(lease)
     if lease.status in (Status.ENTERED, Status.LAUNCHED):
         return AlreadyLaunched()
     if lease.plan is not planned:
@@ -264,6 +271,7 @@ def launch_exit(state: State, lease: Lease) -> StepEnd | Aborted:
 
     launching → launched
     """
+    state.own(lease)
     assert lease.status is Status.ENTERED and lease.plan is not None and lease.began is not None
     # Effect.
     lease.number = state.number()
@@ -290,6 +298,7 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
     # Guard.
     if not lease.open:
         return LeaseEnded()
+    state.own(lease)
     if lease.status is not Status.LAUNCHED:
         return NotLaunched()
     if lease.failure is not None:
@@ -443,6 +452,7 @@ def abort(state: State, lease: Lease) -> Aborted | Refusal:
     # Guard.
     if not lease.open:
         return LeaseEnded()
+    state.own(lease)
     # Effect.
     if lease.status is Status.ENTERED:
         lease.abort_requested = True

@@ -52,10 +52,11 @@ def _code(function: FunctionType, source: str) -> CodeType:
 def edit(function: Any, *changes: tuple[str, str]) -> Patch:
     """Return the patch that replaces pieces of a function's source, each of which must be there exactly once."""
     assert isinstance(function, FunctionType)
+    written = inspect.getsource(function)
 
     @contextmanager
     def patched() -> Iterator[None]:
-        source = inspect.getsource(function)
+        source = written
         for old, new in changes:
             found = source.count(old)
             assert found == 1, f"{old!r} is {found} times in {function.__qualname__}: the core changed, adapt the mutant"
@@ -499,8 +500,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a fence is cleared by the first who asks for it",
         edit(
             Pool.fence_of,
-            ("after = merge(after, self.fences[page])", "after = merge(after, self.fences[page])\n"
-             "            self.fences[page] = NOTHING"),
+            ("fence = fences[page]", "fence = fences[page]\n            fences[page] = NOTHING"),
         ),
     ),
     Mutant(
@@ -548,12 +548,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "D13-first",
         "held pages are dropped when the first of their leases ends",
-        edit(leaving.stop_holding, ("if pages.behind:", "if False:")),
+        edit(leaving.stop_holding, ("if left.behind:", "if False:")),
     ),
     Mutant(
         "D13-uses",
         "held pages are dropped without the uses of the leases they waited for",
-        edit(leaving.stop_holding, ("merge(stream.used, stream.written)", "NOTHING")),
+        off(leaving.stop_holding, "left.uses = merge(left.uses, at(Queue.COMPUTE, lease.number))"),
+    ),
+    Mutant(
+        "D13-held",
+        "held pages are dropped without the uses that the stream had when they left",
+        edit(leaving.release, ("tuple(list(own) for own in pages), uses", "tuple(list(own) for own in pages), NOTHING")),
     ),
     Mutant(
         "D14-number",
@@ -592,8 +597,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "F2-copy-pre",
         "the second of two pre-forks in a row copies from a page that the first has not filled yet",
         edit(
-            Reservation._pre_fork,
-            ("two.tail_of = one.tail_of if one.tail_of is not None else one", "two.tail_of = one"),
+            Reservation._build_pre_fork,
+            ("self.origins[id(two), group] = origin", "pass"),
         ),
     ),
     Mutant(
@@ -753,7 +758,7 @@ MUTANTS: tuple[Mutant, ...] = (
             lifecycle._empty,
             (
                 "residency.fetch.cancel_requested = True",
-                "residency.fetch.cancel_requested = True\n        state.device.drop(residency.fetch.owned, merge((0,0,0), (0,0,0)))",
+                "residency.fetch.cancel_requested = True\n        state.device.drop(residency.fetch.owned, (0, 0, 0))",
             ),
         ),
     ),
