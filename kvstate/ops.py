@@ -17,7 +17,7 @@ import attrs
 from kvstate.ordering import Clock, Queue
 
 if TYPE_CHECKING:
-    from kvstate.state import Lease, Stream
+    from kvstate.state import Lease, Stream, Table
     from kvstate.types import Record
 
 
@@ -86,6 +86,9 @@ class PlanView:
         Of the stream when the step was admitted.
     sink
         True when the row writes to the sink: padding, and segments that went void before this plan.
+    sources
+        The tables that `tables` were read from, per group; empty for a sink row. A backend that keeps rows uploads what
+        a table has beyond the one it uploaded last (``Table.extends``).
     """
 
     request: str | None
@@ -97,6 +100,7 @@ class PlanView:
     position: int
     generation: int
     sink: bool
+    sources: tuple[Table, ...] = ()
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -169,6 +173,7 @@ class Plan:
             row.released_before + start,
             row.generation,
             False,
+            row.step_tables,
         )
 
 

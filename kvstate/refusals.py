@@ -219,13 +219,13 @@ class ClaimEnded(Refusal):
 
 @attrs.frozen(kw_only=True)
 class CopyFailed(Refusal):
-    """The copy of this claim failed at submit; abandon it."""
+    """A copy failed at submit; abandon the claim, or abort the lease."""
 
     error: str
 
     @property
     def reason(self) -> str:
-        return f"its copy failed at submit ({self.error}); abandon the claim"
+        return f"its copy failed at submit ({self.error}); abandon the claim, or abort the lease"
 
 
 @attrs.frozen(kw_only=True)

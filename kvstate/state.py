@@ -54,6 +54,10 @@ class Table:
             raise TableTooShort(count, self.count)
         return tuple(self._buffer[:count])
 
+    def extends(self, older: Table) -> bool:
+        """Tell, without looking at pages, that this table begins with all of `older`; False decides nothing."""
+        return self._buffer is older._buffer and self.count >= older.count
+
     def part(self, start: int, stop: int) -> list[int]:
         """Return pages ``start … stop``."""
         return self._buffer[start : min(stop, self.count)]

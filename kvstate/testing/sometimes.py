@@ -74,6 +74,7 @@ REQUIRED: tuple[str, ...] = (
     "fetch outlives its request",
     "fetch continues a stream",
     "page granted behind a copy",
+    "page granted behind a step",
 )
 
 
@@ -122,8 +123,8 @@ def _by_result(verb: str, result: Any, before: StateView) -> Iterator[str]:
     elif isinstance(result, OffloadClaim):
         if any(part.stream.voided for part in result.parts):
             yield "offload discards a step"
-        if result.op is not None and any(result.op.after):
-            yield "page granted behind a copy" if result.op.after[2] else "edge of an offload"
+        if result.op is not None and result.op.after[2]:
+            yield "page granted behind a copy"
     elif isinstance(result, ReloadClaim):
         if any(part.device[0].count > part.host[0].count for part in result.parts):
             yield "reload with room for the next step"
