@@ -98,6 +98,9 @@ def pages_conserve(view: StateView) -> str | None:
                         listed.update(row.takes[group])
                         listed.update(row.temps[group])
             free = Counter(pool.free)
+            strange = sorted((set(listed) | set(free)) - set(range(len(pool.owners))))
+            if strange:
+                return f"{tier} page {strange[0]} is free or owned, and the pool has {len(pool.owners)} pages"
             for page, owners in enumerate(pool.owners):
                 if listed[page] != owners:
                     return f"{tier} page {page} counts {owners} owners and {listed[page]} list it"

@@ -14,6 +14,11 @@ import attrs
 MAIN = "main"
 
 
+def _whole(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{attribute.name} must be a whole number, got {value!r}")
+
+
 def _positive(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{attribute.name} must be a whole number of at least 1, got {value!r}")
@@ -75,7 +80,11 @@ class Group:
 
 
 def _groups(values: Iterable[Group]) -> tuple[Group, ...]:
-    return tuple(values)
+    groups = tuple(values)
+    for group in groups:
+        if not isinstance(group, Group):
+            raise ValueError(f"a geometry is made of Groups, got {group!r}")
+    return groups
 
 
 @attrs.frozen
@@ -159,7 +168,7 @@ class RequestConfig:
     node_labels: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_key)
     walk_labels: Mapping[tuple[str, str], tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_key)
     retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=_policies)
-    offload_priority: int = attrs.field(default=0, validator=attrs.validators.instance_of(int))
+    offload_priority: int = attrs.field(default=0, validator=_whole)
 
     def labels_needed(self, node: str | None = None, walk: str | None = None) -> tuple[str, ...]:
         """Return the labels needed at `node` on `walk`.
@@ -321,33 +330,36 @@ class Record:
     what a transport needs to reach the pages. A reader copies, then asks whether (`incarnation`, `epoch`) still holds.
     """
 
-    length: int
-    released: int
-    page_size: int
+    length: int = attrs.field(validator=_not_negative)
+    released: int = attrs.field(validator=_not_negative)
+    page_size: int = attrs.field(validator=_positive)
     pages: tuple[tuple[int, ...], ...]
     on_host: bool
     address: str
-    incarnation: int
-    epoch: int
+    incarnation: int = attrs.field(validator=_not_negative)
+    epoch: int = attrs.field(validator=_not_negative)
 
     def newer(self, other: Record) -> bool:
-        """Tell whether this record replaces `other`: never an older or a shorter one."""
-        if (self.incarnation, self.epoch) != (other.incarnation, other.epoch):
-            later = (self.incarnation, self.epoch) > (other.incarnation, other.epoch)
-            return later and (self.incarnation > other.incarnation or self.length >= other.length)
-        return self.length >= other.length
+        """Tell whether this record replaces `other`: a later content does, and a longer record of the same content."""
+        return (self.incarnation, self.epoch, self.length) >= (other.incarnation, other.epoch, other.length)
 
 
 @attrs.frozen
 class Publication:
     """What the ranks of one worker publish of one request: ``{rank: {label: Record}}``."""
 
-    request: str
-    world_size: int
-    ranks: Mapping[int, Mapping[str, Record]]
+    request: str = attrs.field(validator=_name)
+    world_size: int = attrs.field(validator=_positive)
+    ranks: Mapping[int, Mapping[str, Record]] = attrs.field()
+
+    @ranks.validator
+    def _in_the_world(self, _: attrs.Attribute[Any], value: Mapping[int, Mapping[str, Record]]) -> None:
+        for rank in value:
+            if not 0 <= rank < self.world_size:
+                raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
 
     def merge(self, other: Publication) -> Publication:
-        """Return both in one, per rank and label; an older or shorter record never overwrites.
+        """Return both in one, per rank and label; an older record, or a shorter one of its content, never overwrites.
 
         Raises
         ------

@@ -626,7 +626,7 @@ def test_retrieve_skips_what_is_not_longer_not_published_or_its_own() -> None:
     d = driver(address="here")
     d.stored(step(span(5)))
     before = d.abstract()
-    for publication in (published(5), published(9, rank=1), published(9, address="here")):
+    for publication in (published(5), published(9, label="x"), published(9, address="here")):
         assert d.claim_retrieve("a", publication, ["main"], handles={}) == ()
     assert d.abstract() == before
     assert d.readiness("a", ["main"]) == "ready"
