@@ -1,4 +1,4 @@
-"""Handles go back to the manager they came from, and an interrupted submit leaves no manager that pretends to be well."""
+"""Handles go back to the manager they came from; an interrupted submit leaves no manager that seems well."""
 
 from __future__ import annotations
 
