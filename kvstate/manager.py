@@ -121,7 +121,7 @@ class KVManager:
         self._state = State(geometry, self.address, rank, world_size)
         self._clock = clock
         self._trace = trace
-        self._debug = bool(int(os.environ.get("KVSTATE_DEBUG", "0") or "0")) if debug is None else debug
+        self._debug = _debug_wanted() if debug is None else debug
         self._before: StateView | None = view.view(self._state) if self._debug else None
         self._watched = self._debug or trace is not None
         self._dead: Refusal | None = None
@@ -130,6 +130,8 @@ class KVManager:
 
     def _locked(self, verb: str, transition: Callable[..., T], *args: Any) -> T | Refusal:
         """Run one transition under the lock, then hand what it emitted to the backend."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise LockHeld("a verb was called under the state lock of its manager; release it first")
         with self._lock:
             if self._dead is not None:
                 return self._dead
@@ -151,8 +153,6 @@ class KVManager:
 
     def _drain(self) -> None:
         """Submit the outbox in number order. When it returns, everything emitted before the call was submitted."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            raise LockHeld("a verb was called under the state lock of its manager; release it first")
         with self._submission:
             while True:
                 with self._lock:
@@ -337,7 +337,11 @@ class KVManager:
         noted = self.snapshot(request)
         if noted is None:
             return None
-        self.backend.wait(noted.after)
+        try:
+            self.backend.wait(noted.after)
+        except Exception as error:
+            self._poison(error)
+            raise
         return self.publish_noted(noted)
 
     def snapshot(self, request: str) -> Snapshot | None:
@@ -441,6 +445,16 @@ class KVManager:
         with self._lock:
             self._dead = ManagerClosed()
         self.backend.close()
+
+
+def _debug_wanted() -> bool:
+    """Read the environment variable KVSTATE_DEBUG."""
+    value = os.environ.get("KVSTATE_DEBUG", "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ValueError(f"KVSTATE_DEBUG is {value!r}; set it to 1 or 0")
 
 
 def admit_all(wanted: Sequence[tuple[KVManager, Step]]) -> tuple[Lease, ...] | Refusal:

@@ -99,7 +99,7 @@ class LosesCopies(MemoryBackend):
 
 
 def test_a_content_error_is_a_violation_that_names_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "_backend", lambda name: LosesCopies)
+    monkeypatch.setattr(run_module.backends, "find", lambda name: LosesCopies)
     result = kv("run", azure(tmp_path / "trace"), *SMALL, "--json", tmp_path / "out.json")
     assert result.exit_code == Exit.VIOLATION
     assert "VIOLATION" in result.output

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvstate.cli import Exit
-from kvstate.testing import checker, program, sometimes
+from kvstate.testing import backends, checker, program, sometimes
 from kvstate.testing.checker import Found, Report
 from kvstate.testing.walk import Tally
 
@@ -30,6 +30,7 @@ BUDGETS = {"smoke": 20.0, "ci": 60.0, "nightly": 1800.0}
 @click.option(
     "--layer", "layers", type=click.Choice(checker.LAYERS), multiple=True, help="Only this layer; may be repeated."
 )
+@click.option("--device", default="memory", show_default=True, help="Backend, by its entry point in kvstate.backends.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Where a violation's files go."
 )
@@ -43,6 +44,7 @@ def check(
     seed: int,
     jobs: int | None,
     layers: tuple[str, ...],
+    device: str,
     out: Path,
     json_file: Path | None,
     junit: Path | None,
@@ -58,7 +60,10 @@ def check(
     time_s = seconds if seconds is not None else BUDGETS[budget]
     layers = tuple(layer for layer in checker.LAYERS if not layers or layer in layers)
     try:
-        report = _run(console, time_s, seed, jobs, layers)
+        backends.find(device)
+        report = _run(console, time_s, seed, jobs, layers, device)
+    except backends.BackendNotFound as error:
+        raise click.UsageError(str(error)) from error
     except checker.CheckerDied as died:
         click.echo(f"kvstate check: {died}; nothing was decided", err=True)
         raise SystemExit(Exit.UNDECIDED) from died
@@ -72,7 +77,7 @@ def check(
     raise SystemExit({"holds": Exit.HOLDS, "violation": Exit.VIOLATION, "undecided": Exit.UNDECIDED}[report.verdict])
 
 
-def _run(console: Console, time_s: float, seed: int, jobs: int, layers: tuple[str, ...]) -> Report:
+def _run(console: Console, time_s: float, seed: int, jobs: int, layers: tuple[str, ...], device: str) -> Report:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         tasks = [progress.add_task(f"job {i}", total=time_s, done="starting") for i in range(jobs)]
@@ -83,7 +88,7 @@ def _run(console: Console, time_s: float, seed: int, jobs: int, layers: tuple[st
                 tasks[job], completed=min(done, time_s), done=f"{layer}: {programs:,} programs, {accepted:,} accepted"
             )
 
-        return checker.check(time_s, seed, jobs, layers, shown)
+        return checker.check(time_s, seed, jobs, layers, shown, device)
 
 
 def _show(console: Console, report: Report) -> None:

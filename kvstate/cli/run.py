@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from rich.table import Table
 
 from kvstate.cli import Exit
 from kvstate.errors import KVStateError
-from kvstate.ops import Tier
-from kvstate.testing.drive import MeteredJudge, Report, StampedBackend, Undecided, drive, peak_demand, pool_pages
+from kvstate.testing import backends
+from kvstate.testing.backends import StampedBackend
+from kvstate.testing.drive import MeteredJudge, Report, Undecided, drive, peak_demand, pool_pages
+from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry
 from kvstate.workload import TraceRequest, WorkloadError, check_fits, load_trace, synthetic
 
@@ -84,8 +85,11 @@ def run(
     geometry = Geometry(
         pages=pages, page_size=page_size, host_pages=demand if host_pages is None else host_pages, name="run"
     )
-    judge = None if no_judge else MeteredJudge(page_size, _sinks(geometry))
-    backend = _backend(device)(geometry, judge=judge)
+    judge = None if no_judge else MeteredJudge(page_size, MemoryBackend.sinks_of(geometry))
+    try:
+        backend = backends.find(device)(geometry, judge=judge)
+    except backends.BackendNotFound as error:
+        raise click.UsageError(str(error)) from error
     console = Console()
     settings = {
         "workload": str(trace) if trace is not None else f"synthetic, seed {seed or 0}",
@@ -114,25 +118,6 @@ def run(
         for line in _violations(report):
             click.echo(f"violation: {line}", err=True)
         raise SystemExit(Exit.VIOLATION)
-
-
-def _sinks(geometry: Geometry) -> dict[tuple[Tier, int], int]:
-    """Return the sink pages, which the judge leaves alone: the one behind the last page of each tier."""
-    groups = range(len(geometry.groups))
-    return {(Tier.DEVICE, g): geometry.pages for g in groups} | {(Tier.HOST, g): geometry.host_pages for g in groups}
-
-
-def _backend(name: str) -> Any:
-    """Find a backend by name: a callable that takes (geometry, judge=) and returns a StampedBackend."""
-    found = {point.name: point for point in entry_points(group="kvstate.backends")}
-    if name not in found:
-        raise click.UsageError(
-            f"there is no backend {name!r}; installed: {', '.join(sorted(found)) or 'none (reinstall kvstate)'}"
-        )
-    try:
-        return found[name].load()
-    except ImportError as error:
-        raise click.UsageError(f"the backend {name!r} is installed and cannot be imported: {error}") from error
 
 
 def _drive(

@@ -56,7 +56,11 @@ class Report:
 
 
 def job(
-    seed: int, seconds: float, layers: Sequence[str], progress: Callable[[Tally], None]
+    seed: int,
+    seconds: float,
+    layers: Sequence[str],
+    progress: Callable[[Tally], None] = lambda tally: None,
+    device: str = "memory",
 ) -> tuple[list[Tally], Found | None]:
     """Run `layers` one after the other in this process; stop at the first violation."""
     tallies = []
@@ -68,9 +72,9 @@ def job(
         if layer == "fuzz":
             from kvstate.testing.fuzz import fuzz
 
-            met = fuzz(seed, share, tally, progress)
+            met = fuzz(seed, share, tally, progress, device)
         else:
-            met = walk(seed, share, tally, progress)
+            met = walk(seed, share, tally, progress, device=device)
         if met is not None:
             sizes, violation = met
             shortest = program.shrink(sizes, violation.program, violation.witness)
@@ -80,7 +84,7 @@ def job(
     return tallies, None
 
 
-def _process(seed: int, seconds: float, layers: Sequence[str], outbox: Queue[Any]) -> None:
+def _process(seed: int, seconds: float, layers: Sequence[str], device: str, outbox: Queue[Any]) -> None:
     """Run a job in a process of its own and send what it says."""
     last = 0.0
 
@@ -92,7 +96,7 @@ def _process(seed: int, seconds: float, layers: Sequence[str], outbox: Queue[Any
             outbox.put(("progress", seed, tally.layer, tally.programs, sum(tally.accepted.values())))
 
     try:
-        outbox.put(("done", seed, *job(seed, seconds, layers, progress)))
+        outbox.put(("done", seed, *job(seed, seconds, layers, progress, device)))
     except BaseException as error:
         outbox.put(("died", seed, f"{type(error).__name__}: {error}"))
         raise
@@ -108,6 +112,7 @@ def check(
     jobs: int = 1,
     layers: Sequence[str] = LAYERS,
     progress: Callable[[int, str, int, int], None] = lambda job, layer, programs, accepted: None,
+    device: str = "memory",
 ) -> Report:
     """Run `layers` for about `seconds` in `jobs` processes, job i with ``seed + i``.
 
@@ -115,6 +120,8 @@ def check(
     ----------
     progress
         Called with (job, layer, programs, accepted transitions) now and then.
+    device
+        The backend, by its name in `kvstate.testing.backends`.
 
     Raises
     ------
@@ -125,7 +132,7 @@ def check(
     context = multiprocessing.get_context("spawn")
     outbox: Queue[Any] = context.Queue()
     processes = [
-        context.Process(target=_process, args=(seed + i, seconds, tuple(layers), outbox), daemon=True)
+        context.Process(target=_process, args=(seed + i, seconds, tuple(layers), device, outbox), daemon=True)
         for i in range(jobs)
     ]
     for process in processes:

@@ -100,13 +100,17 @@ def run_once(sizes: Sizes, seed_: int, examples: int, tally: Tally | None = None
 
 
 def fuzz(
-    seed_: int, seconds: float, tally: Tally, progress: Callable[[Tally], None] = lambda tally: None
+    seed_: int,
+    seconds: float,
+    tally: Tally,
+    progress: Callable[[Tally], None] = lambda tally: None,
+    device: str = "memory",
 ) -> tuple[Sizes, Violation] | None:
-    """Fuzz until `seconds` are over; return the first violation, shrunk."""
+    """Fuzz on backend `device` until `seconds` are over; return the first violation, shrunk."""
     start = time.monotonic()
     batch = 0
     while time.monotonic() - start < seconds:
-        sizes = SIZES[batch % len(SIZES)]
+        sizes = attrs.evolve(SIZES[batch % len(SIZES)], device=device)
         violation = run_once(sizes, seed_ * 1_000_003 + batch, BATCH, tally)
         batch += 1
         tally.seconds = time.monotonic() - start

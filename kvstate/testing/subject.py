@@ -1,7 +1,7 @@
 """Subjects: what the kit checks, behind one small protocol.
 
 A subject runs lock-sized verbs and lets the kit read contents back. The built-in machine (a State driven directly) and
-the built-in manager (a KVManager) are the first two; both drive an in-memory backend whose bytes are token stamps.
+the built-in manager (a KVManager) are the first two; both drive a backend whose bytes are token stamps.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvstate.errors import SubmitError
 from kvstate.manager import KVManager
 from kvstate.ops import FetchBegin, Op, Plan, Tier
 from kvstate.state import Fetch, State
+from kvstate.testing.backends import find
 from kvstate.testing.judge import BadEdge, Conflict, EdgeJudge
 from kvstate.testing.memory import MemoryBackend
 from kvstate.testing.transport import Network, StepTransport
@@ -79,15 +80,15 @@ class Subject(Protocol):
 
 
 class _Builtin:
-    """What the two built-in subjects share: an in-memory backend under an edge judge, and a stepped transport."""
+    """What the two built-in subjects share: a stamped backend under an edge judge, and a stepped transport."""
 
     verbs = frozenset(VERBS) | {"poll"}
 
-    def __init__(self, geometry: Geometry, network: Network, address: str) -> None:
+    def __init__(self, geometry: Geometry, network: Network, address: str, device: str = "memory") -> None:
         self.geometry = geometry
         self.capacities = Capacities(geometry.page_size, geometry.pages, geometry.host_pages)
         self.judge = EdgeJudge(geometry.page_size, MemoryBackend.sinks_of(geometry))
-        self.backend = MemoryBackend(geometry, judge=self.judge)
+        self.backend = find(device)(geometry, judge=self.judge)
         self.transport = StepTransport(network, address)
         network.join(address, self.backend, self.epoch_holds)
 
@@ -129,8 +130,8 @@ class _Builtin:
 class MachineSubject(_Builtin):
     """The bare State: transitions called directly, the outbox handed to the backend after each."""
 
-    def __init__(self, geometry: Geometry, network: Network, address: str) -> None:
-        super().__init__(geometry, network, address)
+    def __init__(self, geometry: Geometry, network: Network, address: str, device: str = "memory") -> None:
+        super().__init__(geometry, network, address, device)
         self.state = State(geometry, address)
 
     def apply(self, verb: str, *args: Any) -> Any:
@@ -180,8 +181,8 @@ class MachineSubject(_Builtin):
 class ManagerSubject(_Builtin):
     """A KVManager, driven by its lock-sized verbs."""
 
-    def __init__(self, geometry: Geometry, network: Network, address: str) -> None:
-        super().__init__(geometry, network, address)
+    def __init__(self, geometry: Geometry, network: Network, address: str, device: str = "memory") -> None:
+        super().__init__(geometry, network, address, device)
         self.manager = KVManager(geometry, self.backend, transport=self.transport, address=address, debug=False)
         self._named: dict[str, Callable[..., Any]] = {
             "commit_offload": self.manager.commit_claim,
@@ -206,7 +207,7 @@ class ManagerSubject(_Builtin):
         return self.manager.reclaimable(request)
 
 
-SUBJECTS: dict[str, Callable[[Geometry, Network, str], MachineSubject | ManagerSubject]] = {
+SUBJECTS: dict[str, Callable[[Geometry, Network, str, str], MachineSubject | ManagerSubject]] = {
     "manager": ManagerSubject,
     "machine": MachineSubject,
 }

@@ -17,7 +17,8 @@ from kvstate.backend import Cancelled, Failed, Landed, Outcome
 from kvstate.errors import SubmitError
 from kvstate.ops import FetchBegin
 from kvstate.state import Fetch
-from kvstate.testing.memory import GARBAGE, MemoryBackend
+from kvstate.testing.backends import StampedBackend
+from kvstate.testing.memory import GARBAGE
 
 
 def _no(_: FetchBegin) -> bool:
@@ -32,7 +33,7 @@ EpochHolds = Callable[[int, str, int], bool]
 class Peer:
     """A manager that others reach: its pages, and whom to ask after a copy."""
 
-    backend: MemoryBackend
+    backend: StampedBackend
     holds: EpochHolds
 
 
@@ -42,7 +43,7 @@ class Network:
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
 
-    def join(self, address: str, backend: MemoryBackend, holds: EpochHolds) -> None:
+    def join(self, address: str, backend: StampedBackend, holds: EpochHolds) -> None:
         """Make a manager reachable under `address`; a second one takes the place of the first."""
         self._peers[address] = Peer(backend, holds)
 
@@ -60,7 +61,7 @@ class _Copier:
     """Moves the tokens of one fetch from the publisher's pages into the consumer's."""
 
     network: Network
-    target: MemoryBackend
+    target: StampedBackend
     op: FetchBegin
 
     @classmethod

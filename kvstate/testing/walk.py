@@ -85,12 +85,13 @@ def walk(
     tally: Tally,
     progress: Callable[[Tally], None] = lambda tally: None,
     programs_max: int | None = None,
+    device: str = "memory",
 ) -> tuple[Sizes, Violation] | None:
-    """Walk until `seconds` are over or `programs_max` programs have run; return the first violation."""
+    """Walk on backend `device` until `seconds` are over or `programs_max` programs ran; return the first violation."""
     start = time.monotonic()
     index = 0
     while (programs_max is None or index < programs_max) and time.monotonic() - start < seconds:
-        sizes = SIZES[index % len(SIZES)]
+        sizes = attrs.evolve(SIZES[index % len(SIZES)], device=device)
         try:
             tally.add(program(seed, index, sizes))
         except Violation as violation:

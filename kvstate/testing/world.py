@@ -74,6 +74,7 @@ class Sizes:
     host_pages: int = 4
     page_size: int = 2
     subject: str = "manager"
+    device: str = "memory"
 
 
 def _key(stream: Stream) -> tuple[str, str]:
@@ -155,7 +156,7 @@ class Node:
         geometry = Geometry(pages=sizes.pages, page_size=sizes.page_size, host_pages=sizes.host_pages, name=address)
         self.world = world
         self.address = address
-        self.subject: Subject = SUBJECTS[sizes.subject](geometry, world.network, address)
+        self.subject: Subject = SUBJECTS[sizes.subject](geometry, world.network, address, sizes.device)
         self.reference = Reference(geometry, address=address)
         # What is open, and everything there ever was: ended handles are used too.
         self.leases: list[Lease] = []

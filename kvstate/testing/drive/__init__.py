@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from kvstate.manager import KVManager
+from kvstate.testing.backends import StampedBackend
 from kvstate.testing.drive.crew import Crew, Inline, Threads, Undecided
 from kvstate.testing.drive.jobs import BEAM, Job, jobs_of, peak_demand, pool_pages
-from kvstate.testing.drive.model import Launcher, MeteredBackend, MeteredJudge, Mover, StampedBackend
+from kvstate.testing.drive.model import Launcher, MeteredBackend, MeteredJudge, Mover
 from kvstate.testing.drive.planner import CannotPreempt, Planner, Stuck, choose_victim
 from kvstate.types import MAIN, Geometry
 from kvstate.workload import TraceRequest, check_fits
@@ -29,7 +30,6 @@ __all__ = [
     "CannotPreempt",
     "MeteredJudge",
     "Report",
-    "StampedBackend",
     "Stuck",
     "Undecided",
     "choose_victim",

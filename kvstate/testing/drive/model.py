@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import attrs
 
@@ -20,6 +20,7 @@ from kvstate.ops import Op, Plan, PlanView, Tier
 from kvstate.ordering import Clock, Queue, at
 from kvstate.refusals import Refusal, StalePlan
 from kvstate.state import Lease, OffloadClaim, ReloadClaim
+from kvstate.testing.backends import StampedBackend
 from kvstate.testing.drive.jobs import BEAM, Job, Part, in_words
 from kvstate.testing.judge import EdgeJudge
 from kvstate.transitions.offload import Abandoned, Offloaded
@@ -30,19 +31,6 @@ T = TypeVar("T")
 
 ERRORS_NAMED = 20
 """Content errors spelled out; the rest is counted."""
-
-
-class StampedBackend(Backend, Protocol):
-    """A backend whose pages hold one stamp per token and can be read back."""
-
-    def write(self, plan: Plan, place: int, stamps: Sequence[Any]) -> None:
-        """Write what segment `place` of the step computes."""
-
-    def read(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
-        """Return the stamps of tokens ``0 … length`` of a page table."""
-
-    def poison(self, tier: Tier, group: int, pages: Iterable[int]) -> None:
-        """Spoil `pages`, which are about to be given back."""
 
 
 # -- measuring

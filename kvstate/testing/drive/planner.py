@@ -14,9 +14,10 @@ from kvstate.errors import KVStateError
 from kvstate.manager import KVManager
 from kvstate.ops import Tier
 from kvstate.refusals import HostExhausted, NoHostPool, PagesExhausted, Refusal
+from kvstate.testing.backends import StampedBackend
 from kvstate.testing.drive.crew import Crew, Happened
 from kvstate.testing.drive.jobs import Job, Part, Phase, step_of
-from kvstate.testing.drive.model import Meter, Moved, Planned, StampedBackend, StepEnded
+from kvstate.testing.drive.model import Meter, Moved, Planned, StepEnded
 from kvstate.transitions.offload import Offloaded
 from kvstate.transitions.reload import Reloaded
 from kvstate.types import Step

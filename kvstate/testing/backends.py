@@ -1,0 +1,67 @@
+"""Backends that the kit can look into: one stamp per token, written by the model and read back. Found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from kvstate.backend import Backend
+from kvstate.ops import Op, Plan, Tier
+
+GROUP = "kvstate.backends"
+"""The entry point group: each entry is a callable ``(geometry, *, judge=None)`` that returns a StampedBackend."""
+
+
+class StampedBackend(Backend, Protocol):
+    """A backend whose pages hold one stamp per token and can be read back."""
+
+    def write(self, plan: Plan, place: int, stamps: Sequence[Any]) -> None:
+        """Write what segment `place` of the step computes."""
+
+    def read(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
+        """Return the stamps of tokens ``0 … length`` of a table of device pages."""
+
+    def read_host(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
+        """Return the stamps of tokens ``0 … length`` of a table of host pages."""
+
+    def load(self, group: int, table: Sequence[int], start: int, stop: int) -> list[Any]:
+        """Return the device stamps of tokens ``start … stop``; token 0 is the first of ``table[0]``."""
+
+    def store(self, group: int, table: Sequence[int], start: int, stamps: Sequence[Any]) -> None:
+        """Write device stamps from token `start` on; token 0 is the first of ``table[0]``."""
+
+    def poison(self, tier: Tier, group: int, pages: Iterable[int]) -> None:
+        """Spoil `pages`, which became free or are about to be given back."""
+
+    def fail_next(self, kind: type[Op] | None = None, *, fatal: bool = False) -> None:
+        """Make the next submit of a `kind` (None: any) fail; `fatal`: the device is lost with it."""
+
+    def fail_none(self) -> int:
+        """Forget the failures that were asked for and did not happen yet; return how many those were."""
+
+
+class BackendNotFound(Exception):
+    """No backend of that name can be had; the message says which are installed, or what is missing."""
+
+
+@cache
+def find(name: str) -> Callable[..., StampedBackend]:
+    """Return what makes the backend called `name`.
+
+    Raises
+    ------
+    BackendNotFound
+        When none is installed under that name, or it cannot be imported.
+    """
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in found:
+        installed = ", ".join(sorted(found)) or "none (reinstall kvstate)"
+        raise BackendNotFound(f"there is no backend {name!r}; installed: {installed}")
+    try:
+        made: Callable[..., StampedBackend] = found[name].load()
+    except ImportError as error:
+        missing = "; it needs the gpu extra: pip install 'kvstate[gpu]'" if error.name == "torch" else ""
+        raise BackendNotFound(f"the backend {name!r} cannot be imported: {error}{missing}") from error
+    return made
