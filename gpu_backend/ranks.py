@@ -1,8 +1,9 @@
 """What the ranks of one worker must have in common, agreed before the managers are built and checked after warm-up.
 
-Ranks that schedule from different numbers take different decisions, and a rank that refuses what the others start leaves
-them in a collective for ever. The same holds here: whatever is wrong on one rank, every rank makes the same collective
-calls, and fails after them, not between.
+Ranks that schedule from different numbers take different decisions, and a rank that refuses what the others start
+leaves them waiting in a collective. The same holds here: whatever is wrong on one rank, every rank makes the same
+collective calls, and fails after them, not between. Only a rank that is gone ends them early, by the timeout that
+torch.distributed was given.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class RanksDiverge(KVStateError):
     Attributes
     ----------
     field
-        The first that differs: ``geometry.…``, ``pages_free.TIER[GROUP]``, ``digest``, or ``error`` when some rank could
-        not be read.
+        The first that differs: ``geometry.…``, ``pages_free.TIER[GROUP]``, ``digest``, or ``error`` when some rank
+        could not be read.
     values
         ``{rank: value}``, by global rank.
     """
@@ -106,11 +107,12 @@ def agree_pages(own: tuple[int, int], communicator: Communicator = None) -> tupl
     device_pages, host_pages = (int(pages) for pages in least.tolist())
     if device_pages < 0:
         raise PagesInvalid(
-            f"a rank did not bring two whole numbers of at least 0, (device pages, host pages); this one brought {own!r}"
+            "a rank did not bring (device pages, host pages), two whole numbers of at least 0; "
+            f"this one brought {own!r}"
         )
     if host_pages < own[1]:
         warnings.warn(
-            f"host pool shrunk: requested {own[1]} pages on this rank, available {host_pages} on the rank that has least, "
+            f"host pool shrunk: requested {own[1]} pages on this rank, available {host_pages} on the one that has least, "
             f"resulting {host_pages} pages on every rank",
             HostPoolWarning,
             stacklevel=2,
@@ -121,8 +123,8 @@ def agree_pages(own: tuple[int, int], communicator: Communicator = None) -> tupl
 def validate_ranks(manager: KVManager, communicators: Sequence[Communicator] = (None,)) -> None:
     """Check that `manager` is in the same state on every rank of each communicator.
 
-    Compared are the geometry, the free pages per tier and group, and the digest of the view. To be called after warm-up,
-    while no verb runs and nothing is in flight.
+    Compared are the geometry, the free pages per tier and group, and the digest of the view. To be called after
+    warm-up, while no verb runs and nothing is in flight.
 
     Parameters
     ----------

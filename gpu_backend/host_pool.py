@@ -1,0 +1,44 @@
+"""The host tier: the device's pages in host memory, pinned where the device copies by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpu_backend.device_cache import paged, poison
+from gpu_backend.layout import CacheLayout
+from gpu_backend.queues import Queues
+
+
+class HostPool:
+    """Pages in host memory, with the geometry of the device cache and no sink.
+
+    Parameters
+    ----------
+    layout
+        Shapes and sizes; 0 host pages make an empty pool.
+    queues
+        Gives memory that its copies can reach.
+
+    Attributes
+    ----------
+    bytes
+        ``(host_pages, page_bytes)``, uint8.
+    storage
+        ``(host_pages, layers, 2, page_size, heads, head_dim)``, the same memory.
+
+    Raises
+    ------
+    HostMemoryError
+        When the memory cannot be had, or not pinned. There is no pageable fallback: a copy from such memory is
+        staged by the driver and no longer follows the queue it was put on.
+    """
+
+    def __init__(self, layout: CacheLayout, queues: Queues) -> None:
+        self.layout = layout
+        memory = queues.host_memory(layout.host_pages * layout.page_bytes, f"the host pool of {layout.name!r}")
+        self.bytes = memory.view(layout.host_pages, layout.page_bytes)
+        self.storage = paged(self.bytes, layout)
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """Spoil `pages`, for tests."""
+        poison(self.bytes, pages)

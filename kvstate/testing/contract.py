@@ -1,0 +1,293 @@
+"""The contract of a backend, as checks that any StampedBackend must pass.
+
+Each check drives a KVManager over a fresh backend and raises AssertionError when the backend breaks its word::
+
+    @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+    def test_my_backend_keeps_the_contract(check):
+        check(my_backend)  # a callable (geometry, *, judge=None), see kvstate.testing.backends
+
+Order and edges need an adversary that delays ops; here every op may have run when its submit returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvstate.errors import Poisoned
+from kvstate.manager import KVManager
+from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan, Tier
+from kvstate.ordering import NOTHING, Clock, covers
+from kvstate.refusals import CopyFailed, ManagerPoisoned, Refusal
+from kvstate.state import Lease, OffloadClaim
+from kvstate.testing.backends import StampedBackend
+from kvstate.testing.judge import EdgeJudge
+from kvstate.testing.memory import MemoryBackend
+from kvstate.types import Geometry, LabelFork, Segment, Step
+
+Make = Callable[..., StampedBackend]
+
+GEOMETRY = Geometry(pages=8, page_size=4, host_pages=8)
+
+
+class Rig:
+    """A manager over the backend under test, with one edge judge and tokens that are never used twice."""
+
+    def __init__(self, make: Make, *requests: str) -> None:
+        self.judge = EdgeJudge(GEOMETRY.page_size, MemoryBackend.sinks_of(GEOMETRY))
+        self.backend = make(GEOMETRY, judge=self.judge)
+        self.kv = KVManager(GEOMETRY, self.backend, debug=True)
+        self._next = 1
+        for request in requests:
+            self.kv.ingest(request)
+
+    def stamps(self, count: int) -> list[int]:
+        """Return `count` tokens."""
+        self._next += count
+        return list(range(self._next - count, self._next))
+
+    def lease(self, step: Step) -> Lease:
+        """Admit a step that must be admitted."""
+        lease = self.kv.admit(step)
+        assert isinstance(lease, Lease), lease
+        return lease
+
+    def plan(self, lease: Lease) -> Plan:
+        """Plan a lease that must be planned."""
+        plan = self.kv.plan(lease)
+        assert isinstance(plan, Plan), plan
+        return plan
+
+    def run(self, step: Step) -> list[list[int]]:
+        """Run a step to its commit; return what each segment wrote."""
+        lease = self.lease(step)
+        plan = self.plan(lease)
+        written = [self.stamps(segment.span) for segment in step.segments]
+        with self.kv.launch(plan):
+            for place, stamps in enumerate(written):
+                self.backend.write(plan, place, stamps)
+        outcome = self.kv.commit(lease)
+        assert not isinstance(outcome, Refusal), outcome
+        return written
+
+    def content(self, request: str, label: str = "main") -> list[Any]:
+        """Read a stream back, on the device or on the host."""
+        for stream in self.kv.view().streams:
+            if (stream.request, stream.label) == (request, label):
+                if stream.residency == "OnHost":
+                    return self.backend.read_host(stream.host[0], stream.length)
+                return self.backend.read(stream.device[0], stream.length)
+        raise KeyError(f"{request}/{label}")
+
+    def pages(self, request: str, label: str = "main") -> tuple[int, ...]:
+        """Return a stream's device pages."""
+        return next(s.device[0] for s in self.kv.view().streams if (s.request, s.label) == (request, label))
+
+    def end(self) -> None:
+        """Close, and see that no edge was missing."""
+        assert not self.judge.violations, self.judge.violations[0]
+        self.kv.close()
+
+
+def what_a_step_writes_is_read_back(make: Make) -> None:
+    """Tokens come back from every page, also when they were written in several steps."""
+    rig = Rig(make, "r")
+    [first] = rig.run(Step([Segment("r", span=6)]))
+    [second] = rig.run(Step([Segment("r", span=5)]))
+    assert rig.content("r") == first + second
+    rig.end()
+
+
+def a_step_writes_its_own_pages_only(make: Make) -> None:
+    """Padding and void rows write to the sink; nobody else's tokens change."""
+    rig = Rig(make, "r", "s")
+    [kept, _] = rig.run(Step([Segment("r", span=6), Segment.padding(9)]))
+    lease = rig.lease(Step([Segment("s", span=3), Segment("r", span=1)]))
+    rig.kv.reset("s")
+    assert isinstance(rig.kv.plan(lease), Refusal)
+    plan = rig.plan(lease)
+    token = rig.stamps(1)
+    with rig.kv.launch(plan):
+        rig.backend.write(plan, 0, rig.stamps(3))
+        rig.backend.write(plan, 1, token)
+    rig.kv.commit(lease)
+    assert rig.content("r") == kept + token
+    assert rig.content("s") == []
+    rig.end()
+
+
+def offload_and_reload_keep_every_token(make: Make) -> None:
+    """A request comes back as it was, onto other pages, a partly filled last page included."""
+    rig = Rig(make, "r", "s")
+    [tokens] = rig.run(Step([Segment("r", span=10)]))
+    before = rig.pages("r")
+    rig.kv.offload("r")
+    assert rig.content("r") == tokens
+    rig.backend.poison(Tier.DEVICE, 0, before)
+    rig.run(Step([Segment("s", span=6)]))
+    rig.kv.reload("r")
+    assert rig.content("r") == tokens
+    [more] = rig.run(Step([Segment("r", span=3)]))
+    assert rig.content("r") == tokens + more
+    rig.end()
+
+
+def forks_copy_the_partly_filled_page(make: Make) -> None:
+    """Before and after a step: source and target go their own ways from the fork on."""
+    rig = Rig(make, "r")
+    [tokens] = rig.run(Step([Segment("r", span=6)]))
+    [main, cfg] = rig.run(Step([Segment("r"), Segment("r", "cfg", 2)], pre_forks=[LabelFork("main", "cfg")]))
+    assert (rig.content("r"), rig.content("r", "cfg")) == (tokens + main, tokens + cfg)
+    [more] = rig.run(Step([Segment("r")], post_forks=[LabelFork("main", "beam")]))
+    [last, beam] = rig.run(Step([Segment("r"), Segment("r", "beam")]))
+    assert rig.content("r") == tokens + main + more + last
+    assert rig.content("r", "beam") == tokens + main + more + beam
+    rig.end()
+
+
+def plans_launched_together_keep_their_own_tables(make: Make) -> None:
+    """Two launches overlap: what the first writes after the second has entered lands on the first's pages."""
+    rig = Rig(make, "r", "s")
+    one, two = rig.lease(Step([Segment("r", span=5)])), rig.lease(Step([Segment("s", span=5)]))
+    plan_one, plan_two = rig.plan(one), rig.plan(two)
+    tokens_one, tokens_two = rig.stamps(5), rig.stamps(5)
+    with rig.kv.launch(plan_one), rig.kv.launch(plan_two):
+        rig.backend.write(plan_two, 0, tokens_two)
+        rig.backend.write(plan_one, 0, tokens_one)
+    rig.kv.commit(two)
+    rig.kv.commit(one)
+    assert (rig.content("r"), rig.content("s")) == (tokens_one, tokens_two)
+    rig.end()
+
+
+def a_cancelled_plan_leaves_no_stale_table(make: Make) -> None:
+    """A plan that never ran must not show in the tables of the next one on the same stream."""
+    rig = Rig(make, "r", "s")
+    [tokens] = rig.run(Step([Segment("r", span=3)]))
+    staged = rig.lease(Step([Segment("r", span=6)]))
+    rig.plan(staged)
+    rig.kv.abort(staged)
+    rig.run(Step([Segment("s", span=9)]))
+    [more] = rig.run(Step([Segment("r", span=6)]))
+    assert rig.content("r") == tokens + more
+    rig.end()
+
+
+def _fails(make: Make, kind: type[Op], run: Callable[[Rig], Any]) -> None:
+    rig = Rig(make, "r")
+    [tokens] = rig.run(Step([Segment("r", span=6)]))
+    rig.kv.offload("r") if kind is CopyIn else None
+    before = rig.kv.view()
+    rig.backend.fail_next(kind)
+    answer = run(rig)
+    assert rig.backend.fail_none() == 0, "the failure that was asked for did not happen"
+    assert isinstance(answer, CopyFailed), answer
+    assert rig.kv.view().unordered() == before.unordered(), "a failed copy leaves everything as it was"
+    assert rig.content("r") == tokens
+    rig.kv.reload("r") if kind is CopyIn else rig.kv.offload("r")
+    assert rig.content("r") == tokens, "and the next try works"
+    rig.end()
+
+
+def an_offload_that_fails_at_submit_changes_nothing(make: Make) -> None:
+    """Nothing of the op ran; skip keeps its place in the order."""
+    _fails(make, CopyOut, lambda rig: rig.kv.offload("r"))
+
+
+def a_reload_that_fails_at_submit_changes_nothing(make: Make) -> None:
+    """The host copy is still the only one."""
+    _fails(make, CopyIn, lambda rig: rig.kv.reload("r"))
+
+
+def a_fork_that_fails_at_submit_aborts_its_launch(make: Make) -> None:
+    """The source keeps its tokens, the target does not come to exist."""
+    rig = Rig(make, "r")
+    [tokens] = rig.run(Step([Segment("r", span=6)]))
+    before = rig.kv.view()
+    lease = rig.lease(Step([Segment("r", "cfg")], pre_forks=[LabelFork("main", "cfg")]))
+    plan = rig.plan(lease)
+    rig.backend.fail_next(ForkCopy)
+    try:
+        with rig.kv.launch(plan):
+            raise AssertionError("the model must not run")
+    except Exception as error:
+        if isinstance(error, AssertionError):
+            raise
+    assert {s.label: s.length for s in rig.kv.view().streams} == {"main": 6}
+    assert len(rig.kv.view().device[0].free) == len(before.device[0].free)
+    assert rig.content("r") == tokens
+    rig.end()
+
+
+def poisoned_pages_hold_nothing_to_rely_on(make: Make) -> None:
+    """What the harness spoils, in either tier, reads back as something that was never written."""
+    rig = Rig(make, "r")
+    [tokens] = rig.run(Step([Segment("r", span=6)]))
+    pages = rig.pages("r")
+    claim = rig.kv.claim_offload("r")
+    assert isinstance(claim, OffloadClaim)
+    host = list(claim.parts[0].host[0])
+    rig.kv.commit_claim(claim)
+    rig.backend.poison(Tier.DEVICE, 0, pages)
+    assert not set(rig.backend.read(pages, 6)) & set(tokens)
+    rig.backend.poison(Tier.HOST, 0, host)
+    assert not set(rig.backend.read_host(host, 6)) & set(tokens)
+    rig.kv.close()
+
+
+def completion_is_polled_and_only_rises(make: Make) -> None:
+    """`wait` returns when what it names is complete; `completed` says so, and never falls."""
+    rig = Rig(make, "r")
+    newest: Clock = NOTHING
+    for _ in range(3):
+        rig.run(Step([Segment("r", span=3)]))
+        rig.kv.offload("r")
+        rig.kv.reload("r")
+        state = rig.kv.view()
+        stream = next(s for s in state.streams if s.request == "r")
+        rig.backend.wait(stream.written)
+        now = rig.backend.completed()
+        assert covers(now, stream.written), f"waited for {stream.written}, completed is {now}"
+        assert covers(now, newest), f"completed fell from {newest} to {now}"
+        newest = now
+    rig.backend.wait(NOTHING)
+    rig.end()
+
+
+def a_lost_device_refuses_everything(make: Make) -> None:
+    """A failure after a submit is fatal: whoever comes later hears it too."""
+    rig = Rig(make, "r")
+    rig.run(Step([Segment("r", span=3)]))
+    rig.backend.fail_next(CopyOut, fatal=True)
+    try:
+        rig.kv.offload("r")
+    except Poisoned:
+        pass
+    else:
+        raise AssertionError("the loss of the device went unnoticed")
+    assert isinstance(rig.kv.ingest("s"), ManagerPoisoned)
+
+
+def closing_twice_is_harmless(make: Make) -> None:
+    """So is closing before anything ran."""
+    rig = Rig(make)
+    rig.kv.close()
+    rig.kv.close()
+    rig.backend.close()
+
+
+CONTRACT: Sequence[Callable[[Make], None]] = (
+    what_a_step_writes_is_read_back,
+    a_step_writes_its_own_pages_only,
+    offload_and_reload_keep_every_token,
+    forks_copy_the_partly_filled_page,
+    plans_launched_together_keep_their_own_tables,
+    a_cancelled_plan_leaves_no_stale_table,
+    an_offload_that_fails_at_submit_changes_nothing,
+    a_reload_that_fails_at_submit_changes_nothing,
+    a_fork_that_fails_at_submit_aborts_its_launch,
+    poisoned_pages_hold_nothing_to_rely_on,
+    completion_is_polled_and_only_rises,
+    a_lost_device_refuses_everything,
+    closing_twice_is_harmless,
+)
