@@ -30,7 +30,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     ),
     "plan": ("StalePlan", "AlreadyLaunched"),
     "launch_enter": ("StalePlan", "AlreadyLaunched", "OutOfOrder"),
-    "launch_exit": (),
+    "launch_exit": ("LeaseEnded", "NotLaunched"),
     "commit": ("LeaseEnded", "NotLaunched", "CopyFailed", "OutOfOrder"),
     "abort": ("LeaseEnded",),
     "claim_offload": (

@@ -72,13 +72,7 @@ class CacheLayout:
     page_size: int = attrs.field(default=16, validator=_at_least(1))
     pages: int = attrs.field(validator=_at_least(1))
     host_pages: int = attrs.field(default=0, validator=_at_least(0))
-    max_seq_len: int = attrs.field(
-        default=attrs.Factory(lambda self: self.pages * self.page_size, takes_self=True),
-        converter=attrs.Converter(
-            lambda value, self: self.pages * self.page_size if value is None else value, takes_self=True
-        ),
-        validator=_at_least(1),
-    )
+    max_seq_len: int | None = attrs.field(default=None, validator=attrs.validators.optional(_at_least(1)))
     dtype: str = attrs.field(default="bfloat16", validator=attrs.validators.in_(DTYPE_BYTES))
     world_size: int = attrs.field(default=1, validator=_at_least(1))
 
@@ -123,7 +117,7 @@ class CacheLayout:
     @property
     def pages_per_sequence(self) -> int:
         """Pages of the longest sequence."""
-        return -(-self.max_seq_len // self.page_size)
+        return self.pages if self.max_seq_len is None else -(-self.max_seq_len // self.page_size)
 
     def geometry(self) -> Geometry:
         """Return what a KVManager wants to know of this cache."""

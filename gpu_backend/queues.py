@@ -189,9 +189,7 @@ class Staging:
 
     def __init__(self, queues: Queues, buffers: int = 4) -> None:
         self._queues = queues
-        self._buffers: list[tuple[Tensor, Mark]] = [(self._buffer(1024), _REACHED)] * 0
-        for _ in range(buffers):
-            self._buffers.append((self._buffer(1024), _REACHED))
+        self._buffers: list[tuple[Tensor, Mark]] = [(self._buffer(1024), _REACHED) for _ in range(buffers)]
         self._next = 0
         self._lock = threading.Lock()
 

@@ -112,7 +112,7 @@ def agree_pages(own: tuple[int, int], communicator: Communicator = None) -> tupl
         )
     if host_pages < own[1]:
         warnings.warn(
-            f"host pool shrunk: requested {own[1]} pages on this rank, available {host_pages} on the one that has least, "
+            f"host pool shrunk: requested {own[1]} pages on this rank, available {host_pages} on another, "
             f"resulting {host_pages} pages on every rank",
             HostPoolWarning,
             stacklevel=2,

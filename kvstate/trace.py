@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import attrs
@@ -138,24 +139,31 @@ def replay(text: str) -> State:
         When the text is no trace of this format.
     """
     lines = text.splitlines()
-    first = json.loads(lines[0]) if lines else {}
-    if not isinstance(first, dict) or first.get("kvstate_trace") != FORMAT:
-        raise ValueError(f"line 1: not the header of a trace of format {FORMAT}; kvstate.trace.dumps writes one")
-    fields = dict(first["geometry"])
-    fields["groups"] = tuple(Group(**group) for group in fields["groups"])
-    state = State(Geometry(**fields), first["address"], first["rank"], first["world_size"])
+    try:
+        first = json.loads(lines[0])
+        if first["kvstate_trace"] != FORMAT:
+            raise ValueError(f"format {first['kvstate_trace']!r}, this version reads {FORMAT}")
+        geometry = dict(first["geometry"])
+        geometry["groups"] = tuple(Group(**group) for group in geometry["groups"])
+        state = State(Geometry(**geometry), first["address"], first["rank"], first["world_size"])
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"line 1: not the header of a trace, kvstate.trace.dumps writes one ({error!r})") from error
     handles: dict[tuple[str, int], Any] = {}
     for number, line in enumerate(lines[1:], start=2):
-        entry = json.loads(line)
-        args = _resolve(entry["args"], handles)
-        result = VERBS[entry["verb"]](state, *args)
+        try:
+            entry = json.loads(line)
+            verb, recorded, args = entry["verb"], entry["result"], _resolve(entry["args"], handles)
+            call = signature(VERBS[verb]).bind(state, *args)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"line {number}: not an event of this trace; was it cut off? ({error!r})") from error
+        result = VERBS[verb](*call.args)
         for op in state.outbox:
             handles["op", op.number] = op
         state.outbox.clear()
         _remember(result, handles)
         replayed = encode(result)
-        if replayed != entry["result"]:
-            raise TraceMismatch(number, entry["verb"], entry["result"], replayed)
+        if replayed != recorded:
+            raise TraceMismatch(number, verb, recorded, replayed)
     return state
 
 

@@ -207,6 +207,7 @@ def leases_in_the_wrong_order(seen: Seen) -> None:
     m.do("ingest", "r")
     first, second = m.admit("r"), m.admit("r")
     m.do("commit", first)
+    m.do("launch_exit", first)
     m.do("launch_enter", m.do("plan", second))
     plan = m.launch(first)
     m.do("plan", first)
@@ -214,7 +215,8 @@ def leases_in_the_wrong_order(seen: Seen) -> None:
     m.launch(second)
     m.do("commit", second)
     m.do("commit", first)
-    for verb, what in (("commit", first), ("abort", first), ("plan", first), ("launch_enter", plan)):
+    ended = (("commit", first), ("abort", first), ("plan", first), ("launch_enter", plan), ("launch_exit", first))
+    for verb, what in ended:
         m.do(verb, what)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import attrs
@@ -81,6 +83,13 @@ def _key(stream: Stream) -> tuple[str, str]:
     return stream.request.id, stream.label
 
 
+@cache
+def _defaults(verb: str) -> dict[int, Any]:
+    """Return the default of each argument of a verb that has one, by its place from 1."""
+    parameters = list(signature(getattr(Node, verb)).parameters.values())[1:]
+    return {place: p.default for place, p in enumerate(parameters, start=1) if p.default is not p.empty}
+
+
 class World:
     """Two nodes, "a" and "b", that can retrieve from each other, and the program they have run."""
 
@@ -95,6 +104,8 @@ class World:
         self.refused: Counter[str] = Counter()
         # What the labels of a publication stored when it was made.
         self.published: dict[int, dict[str, tuple[Any, ...]]] = {}
+        # False while a call makes further calls that are part of what it means.
+        self.recording = True
         self._stamp = 0
         self._count = 0
         self.nodes = {address: Node(self, address) for address in ("a", "b")}
@@ -109,6 +120,8 @@ class World:
 
     def record(self, node: str, verb: str, args: tuple[Any, ...]) -> Call:
         """Note a call; handles are written by name."""
+        if not self.recording:
+            return Call(node, verb, args, "")
         self._count += 1
         call = Call(
             node, verb, tuple(self._by_name(arg) for arg in args), f"{verb.rsplit('_', maxsplit=1)[-1]}{self._count}"
@@ -220,8 +233,10 @@ class Node:
         result = self._judge(call, actual, expected)
         if not isinstance(actual, Refusal) and lease.failure is not None:
             self.world.seen["fork copy failed"] += 1
+            self.world.recording = False
             self.abort(lease)
             self.launch_exit(lease)
+            self.world.recording = True
         return result
 
     def run(self, lease: Lease) -> None:
@@ -454,7 +469,8 @@ class Node:
     # -- looking
 
     def _call(self, verb: str, *args: Any) -> Call:
-        while args and args[-1] in (None, False):
+        defaults = _defaults(verb)
+        while args and len(args) in defaults and defaults[len(args)] is args[-1]:
             args = args[:-1]
         return self.world.record(self.address, verb, args)
 

@@ -266,13 +266,18 @@ def _launches_next(row: Row) -> bool:
     )
 
 
-def launch_exit(state: State, lease: Lease) -> StepEnd | Aborted:
+def launch_exit(state: State, lease: Lease) -> StepEnd | Aborted | Refusal:
     """Leave a launch: the step takes its number. An abort asked for meanwhile takes effect.
 
     launching → launched
     """
+    # Guard.
+    if not lease.open:
+        return LeaseEnded()
     state.own(lease)
-    assert lease.status is Status.ENTERED and lease.plan is not None and lease.began is not None
+    if lease.status is not Status.ENTERED:
+        return NotLaunched()
+    assert lease.plan is not None and lease.began is not None
     # Effect.
     lease.number = state.number()
     lease.status = Status.LAUNCHED

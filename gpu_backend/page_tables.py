@@ -1,0 +1,207 @@
+"""Page tables on the device: one row per stream, kept from step to step.
+
+A launch uploads what its tables have beyond what their rows hold. What a row holds is the table (a value of the core)
+that was uploaded into it last, not what some plan expected it to hold: a plan that is cancelled, or a launch that
+fails, leaves nothing to undo.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from gpu_backend.queues import Queues, Staging
+from kvstate.errors import SubmitError
+from kvstate.ops import PlanView
+from kvstate.ordering import Queue
+
+SINK_ROW = 0
+"""The row whose every entry is the sink: of padding, of void segments, and of the unused tail of static buffers."""
+
+
+class Table(Protocol):
+    """What a page table of the core offers (``PlanView.sources``): an immutable list of pages that knows its origin."""
+
+    @property
+    def count(self) -> int:
+        """Pages."""
+
+    def extends(self, older: Table) -> bool:
+        """Tell, without looking at pages, that this begins with all of `older`; False decides nothing."""
+
+    def part(self, start: int, stop: int) -> list[int]:
+        """Return pages ``start … stop``."""
+
+
+@attrs.define(eq=False)
+class _Row:
+    """What a row holds. `readers` counts the launches that are running on it; `used` orders rows by their last use."""
+
+    stream: tuple[str | None, str] | None = None
+    table: Table | None = None
+    readers: int = 0
+    used: int = 0
+
+
+class PageTables:
+    """Rows of page numbers, each kept for one stream for as long as there are enough.
+
+    Parameters
+    ----------
+    rows
+        Streams that can be on the device at once; the sink's row comes on top.
+    width
+        Pages of the longest sequence.
+    sink
+        The sink page.
+    queues, staging
+        Of the device; rows change on the compute queue, behind the steps that read them.
+
+    Attributes
+    ----------
+    tensor
+        ``(rows + 1, width)``, int32, never moved. Row 0 is all sink. Behind the pages of its table a row holds pages of
+        earlier tables, or the sink: no page number is out of range.
+    uploaded
+        Page numbers uploaded so far.
+
+    Notes
+    -----
+    A row that a running launch reads is extended, but never rewritten: its stream gets another row then. That happens
+    when a request is removed and ingested again while its step runs.
+    """
+
+    def __init__(self, rows: int, width: int, sink: int, queues: Queues, staging: Staging) -> None:
+        if rows < 1 or (rows + 1) * width >= 1 << 31:
+            raise ValueError(f"{rows} page-table rows of {width} pages cannot be addressed; use fewer, at least 1")
+        self.width = width
+        self.uploaded = 0
+        self._queues = queues
+        self._staging = staging
+        self.tensor = torch.full((rows + 1, width), sink, dtype=torch.int32, device=queues.device)
+        self._rows = [_Row() for _ in range(rows + 1)]
+        self._of: dict[tuple[str | None, str], int] = {}
+        self._free = list(range(rows, 0, -1))
+        self._clock = 0
+
+    def enter(self, views: Sequence[PlanView], group: int = 0) -> tuple[int, ...]:
+        """Bring the rows of `views` up to date and return them; they stay until `leave`. Called at launch entry.
+
+        Raises
+        ------
+        SubmitError
+            When a sequence is longer than a row, or running launches hold every row; nothing was uploaded.
+        """
+        self._clock += 1
+        entered: list[int] = []
+        changed: dict[int, tuple[int, Table]] = {}
+        try:
+            for view in views:
+                entered.append(self._enter(view, group, changed))
+        except SubmitError:
+            self._forget(changed)
+            self.leave(entered)
+            raise
+        try:
+            self._upload(changed)
+        except BaseException:
+            self._forget(changed)
+            raise
+        return tuple(entered)
+
+    def leave(self, rows: Sequence[int]) -> None:
+        """End the stay of a launch on the rows that `enter` returned. Called once its kernels were submitted."""
+        for place in rows:
+            row = self._rows[place]
+            row.readers -= 1
+            if not row.readers and row.stream is None and place != SINK_ROW:
+                row.table = None
+                self._free.append(place)
+
+    def _enter(self, view: PlanView, group: int, changed: dict[int, tuple[int, Table]]) -> int:
+        """Return the row of one view; note in `changed` from which place on it must be uploaded."""
+        if view.sink or not view.sources:
+            place = SINK_ROW
+        else:
+            if len(view.tables[group]) > self.width:
+                raise SubmitError(
+                    f"{view.request}/{view.label} has {view.length} tokens in {len(view.tables[group])} pages, and a page "
+                    f"table holds {self.width}; raise max_seq_len"
+                )
+            place = self._row_of(view, view.sources[group], changed)
+        row = self._rows[place]
+        row.readers += 1
+        row.used = self._clock
+        return place
+
+    def _row_of(self, view: PlanView, table: Table, changed: dict[int, tuple[int, Table]]) -> int:
+        stream = (view.request, view.label)
+        place = self._of.get(stream)
+        if place is not None:
+            row = self._rows[place]
+            held = row.table
+            if held is table or (held is not None and held.extends(table)):
+                return place
+            if held is not None and table.extends(held):
+                start = changed[place][0] if place in changed else held.count
+                changed[place] = (start, table)
+                row.table = table
+                return place
+            if row.readers:
+                # Someone is reading it: it becomes free when they left.
+                row.stream = None
+                place = None
+        if place is None:
+            place = self._take()
+            self._rows[place].stream = stream
+            self._of[stream] = place
+        self._rows[place].table = table
+        changed[place] = (0, table)
+        return place
+
+    def _take(self) -> int:
+        """Return a free row, or the one used longest ago."""
+        if self._free:
+            return self._free.pop()
+        idle = [place for place, row in enumerate(self._rows) if place != SINK_ROW and not row.readers]
+        if not idle:
+            raise SubmitError(
+                f"running launches hold all {len(self._rows) - 1} page-table rows; raise `rows`, one for each stream of the "
+                "steps that run at once"
+            )
+        place = min(idle, key=lambda at: self._rows[at].used)
+        stream = self._rows[place].stream
+        if stream is not None:
+            del self._of[stream]
+        return place
+
+    def _upload(self, changed: dict[int, tuple[int, Table]]) -> None:
+        """Write the new entries of all rows by one upload and one scatter."""
+        places, pages = array("i"), array("i")
+        for place, (start, table) in changed.items():
+            fresh = table.part(start, min(table.count, self.width))
+            base = place * self.width
+            places.extend(range(base + start, base + start + len(fresh)))
+            pages.extend(fresh)
+        count = len(pages)
+        if not count:
+            return
+        both = self._staging.upload(torch.frombuffer(places + pages, dtype=torch.int32))
+        with self._queues.on(Queue.COMPUTE):
+            self.tensor.view(-1).index_put_((both[:count],), both[count:])
+        self.uploaded += count
+
+    def _forget(self, changed: dict[int, tuple[int, Table]]) -> None:
+        """Nothing is known of rows whose upload did not happen."""
+        for place in changed:
+            self._rows[place].table = None
+
+    def streams(self) -> Iterator[tuple[int, str]]:
+        """Yield (row, stream) for every row that is kept, for tests and messages."""
+        for (request, label), place in self._of.items():
+            yield place, f"{request}/{label}"

@@ -1,0 +1,298 @@
+"""Fetches between processes of one machine: the publisher's cache lies in shared memory, and a socket tells the rest.
+
+A publisher keeps its pages in a memfd, which has no name: the kernel frees it with the last process that maps it, so
+nothing is left behind by a process that was killed. The socket is a Unix one in the abstract namespace, which goes
+with its process as well. For each fetch a consumer connects, is handed the memory, maps it, copies, and asks::
+
+    consumer                            publisher
+    connect                      →
+                                 ←      {"shape": [planes, page_size, token_bytes], "pages": n} + the memfd
+    {"incarnation", "label", "epoch"} →
+                                 ←      {"holds": true or false} or {"error": text}
+
+The end of the publisher closes the socket, which the consumer sees between two pieces of the copy and while it waits
+for an answer; whatever it waits for, it waits for no longer than `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from gpu_backend.transports.fetches import EpochHolds, Faults, FetchTransport, PeerLost
+from gpu_backend.transports.pages import Pages
+from kvstate.ordering import Clock
+from kvstate.types import Record
+
+_MESSAGE_BYTES_MAX = 1 << 16
+_BACKLOG = 128
+
+
+def _name(address: str) -> str:
+    """Name of the socket: abstract, so it needs no directory and nobody has to remove it."""
+    return f"\0kvstate/{address}"
+
+
+def _uid(connection: socket.socket) -> int:
+    """Return whose process is at the other end: abstract sockets have no permissions."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
+
+
+class SharedMemory:
+    """Bytes that other processes can map. Not released before the last tensor over them, here and there.
+
+    Parameters
+    ----------
+    size_bytes
+        Fixed: the memory is sealed against growing and shrinking, so no reader can run off its end.
+
+    Attributes
+    ----------
+    bytes
+        uint8, ``(size_bytes,)``, zeros.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.fd = os.memfd_create("kvstate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            self.bytes = _map(self.fd, size_bytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Hand it to nobody any more. Twice is harmless."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _map(fd: int, size_bytes: int) -> torch.Tensor:
+    """Map shared memory; the mapping ends with the last tensor over it."""
+    return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
+
+
+class Publisher:
+    """Hands the pages of this process to others and answers their questions, in a thread. Close it, or use ``with``.
+
+    Parameters
+    ----------
+    address
+        Unique for this life of the process, see ``unique_address``; the manager's.
+    memory
+        Where the pages lie.
+    pages
+        Of the cache.
+    holds
+        The manager's ``epoch_holds``.
+
+    Raises
+    ------
+    OSError
+        When somebody has this address already.
+    """
+
+    def __init__(self, address: str, memory: SharedMemory, pages: Pages, holds: EpochHolds) -> None:
+        self.address = address
+        self._memory = memory
+        self._hello = json.dumps({"shape": pages.shape, "pages": len(pages.tokens)}).encode()
+        self._holds = holds
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(_name(address))
+            self._listener.listen(_BACKLOG)
+            self._listener.setblocking(False)
+        except BaseException:
+            self._listener.close()
+            raise
+        self._wake, self._woken = socket.socketpair()
+        self._worker = threading.Thread(target=self._work, name=f"kvstate-publisher-{address}", daemon=True)
+        self._worker.start()
+
+    def close(self) -> None:
+        """Leave: fetches that are under way fail. Twice is harmless."""
+        if self._worker.is_alive():
+            self._wake.send(b"x")
+            self._worker.join()
+        self._wake.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- in the thread
+
+    def _work(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._woken:
+                        for other in list(selector.get_map().values()):
+                            other.fileobj.close()  # type: ignore[union-attr]
+                        return
+                    key.data(selector, key.fileobj)
+
+    def _accept(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        try:
+            if _uid(connection) != os.getuid():
+                raise OSError("another user")
+            socket.send_fds(connection, [self._hello], [self._memory.fd])
+        except OSError:
+            connection.close()
+            return
+        selector.register(connection, selectors.EVENT_READ, self._answer)
+
+    def _answer(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        try:
+            asked = connection.recv(_MESSAGE_BYTES_MAX)
+            if not asked:
+                raise OSError("the consumer has what it wanted")
+            connection.send(json.dumps(self._reply(asked)).encode())
+        except OSError:
+            selector.unregister(connection)
+            connection.close()
+
+    def _reply(self, asked: bytes) -> dict[str, Any]:
+        try:
+            question = json.loads(asked)
+            return {"holds": self._holds(question["incarnation"], question["label"], question["epoch"])}
+        except Exception as error:  # the thread serves others too
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+class _Far:
+    """A publisher in another process, as one fetch reached it: its memory mapped, a connection of its own."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(timeout_s)
+        try:
+            try:
+                self._connection.connect(_name(address))
+            except OSError as error:
+                raise PeerLost(address, f"nobody is reached at {address!r} ({error})") from error
+            if _uid(self._connection) != os.getuid():
+                raise PeerLost(address, f"{address!r} is a process of another user")
+            self.pages = self._welcome()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _welcome(self) -> Pages:
+        """Map the memory that the publisher hands over."""
+        message, fds = self._receive(fds=1)
+        try:
+            if len(fds) != 1:
+                raise PeerLost(self._address, f"{self._address!r} handed over no memory")
+            planes, page_size, token_bytes = message["shape"]
+            size_bytes = message["pages"] * planes * page_size * token_bytes
+            memory = _map(fds[0], size_bytes)
+            return Pages(memory.view(message["pages"], planes, page_size, token_bytes))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _receive(self, fds: int = 0) -> tuple[dict[str, Any], list[int]]:
+        try:
+            text, handed, _, _ = socket.recv_fds(self._connection, _MESSAGE_BYTES_MAX, fds)
+        except TimeoutError as error:
+            raise PeerLost(
+                self._address, f"{self._address!r} did not answer within {self._timeout_s} s; it hangs or was stopped"
+            ) from error
+        except OSError as error:
+            raise self._gone() from error
+        if not text:
+            raise self._gone()
+        message: dict[str, Any] = json.loads(text)
+        return message, handed
+
+    def _gone(self) -> PeerLost:
+        return PeerLost(
+            self._address, f"{self._address!r} ended before it had confirmed the copy; retrieve from another publisher"
+        )
+
+    def check(self) -> None:
+        """A publisher says nothing that it was not asked, so that there is something to read means it is gone."""
+        try:
+            ended = self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return
+        except OSError:
+            ended = True
+        if ended:
+            raise self._gone()
+
+    def holds(self, incarnation: int, label: str, epoch: int) -> bool:
+        question = {"incarnation": incarnation, "label": label, "epoch": epoch}
+        try:
+            self._connection.send(json.dumps(question).encode())
+        except OSError as error:
+            raise self._gone() from error
+        answer, _ = self._receive()
+        if "error" in answer:
+            raise PeerLost(self._address, f"{self._address!r} could not say whether the epoch holds: {answer['error']}")
+        return answer["holds"] is True
+
+    def interrupt(self) -> None:
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # closed already, here or there
+            pass
+
+    def close(self) -> None:
+        self._connection.close()
+        del self.pages
+
+
+class SharedMemoryTransport(FetchTransport):
+    """Fetches from publishers in other processes of this machine.
+
+    Parameters
+    ----------
+    pages, wait, faults
+        See FetchTransport.
+    timeout_s
+        How long a publisher may take to take a connection, to hand over its memory, to answer a question.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        wait: Callable[[Clock], None],
+        faults: Faults | None = None,
+        *,
+        timeout_s: float = 10.0,
+    ) -> None:
+        super().__init__(pages, wait, faults)
+        self.timeout_s = timeout_s
+
+    def reach(self, record: Record) -> _Far:
+        return _Far(record.address, self.timeout_s)
