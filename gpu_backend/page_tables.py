@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -31,7 +31,7 @@ class Table(Protocol):
     def count(self) -> int:
         """Pages."""
 
-    def extends(self, older: Table) -> bool:
+    def extends(self, older: Any) -> bool:
         """Tell, without looking at pages, that this begins with all of `older`; False decides nothing."""
 
     def part(self, start: int, stop: int) -> list[int]:
@@ -152,12 +152,12 @@ class PageTables:
                 changed[place] = (start, table)
                 row.table = table
                 return place
-            if row.readers:
-                # Someone is reading it: it becomes free when they left.
-                row.stream = None
-                place = None
-        if place is None:
-            place = self._take()
+        if place is None or self._rows[place].readers:
+            taken = self._take()
+            if place is not None:
+                # Someone is reading the old row: it becomes free when they left.
+                self._rows[place].stream = None
+            place = taken
             self._rows[place].stream = stream
             self._of[stream] = place
         self._rows[place].table = table

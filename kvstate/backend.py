@@ -72,6 +72,9 @@ class Backend(Protocol):
             The device failed, so it never will.
         """
 
+    def lose(self, why: str) -> None:
+        """Hear that the manager gave up: no op follows, so whoever waits must hear Poisoned. Must not raise."""
+
     def close(self) -> None:
         """Release the memory. Twice is harmless.
 

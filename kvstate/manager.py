@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from kvstate.backend import Backend, Cancelled, Failed, Landed, Outcome, Transpo
 from kvstate.errors import LockHeld, Poisoned, Refused, SubmitError
 from kvstate.ops import FetchBegin, FetchEnd, Op, Plan, StepBegin, StepEnd
 from kvstate.ordering import Clock
-from kvstate.refusals import ManagerClosed, ManagerPoisoned, Refusal
+from kvstate.refusals import ClaimEnded, ManagerClosed, ManagerPoisoned, Refusal
 from kvstate.state import Claim, Fetch, Lease, OffloadClaim, ReloadClaim, State
 from kvstate.trace import Event
 from kvstate.transitions import lifecycle, offload, reload, retrieve, step
@@ -27,6 +28,11 @@ from kvstate.types import Geometry, Publication, RequestConfig, Step
 from kvstate.view import StateView
 
 T = TypeVar("T")
+
+_ENDINGS = frozenset(
+    {"launch_exit", "abort", "abandon_offload", "abandon_reload", "landed", "failed", "cancelled", "op_failed"}
+)
+"""What a closed manager still does: end what was running when it was closed."""
 
 
 class Launch:
@@ -77,7 +83,7 @@ class KVManager:
     transport
         Does the fetches of `claim_retrieve`; without one, nothing can be retrieved.
     address
-        What other managers use to reach this one.
+        What other managers use to reach this one, and how it knows its own publications; unique unless given.
     rank, world_size
         Of this worker in its tensor-parallel group.
     debug
@@ -117,7 +123,7 @@ class KVManager:
         self.geometry = geometry
         self.backend = backend
         self.transport = transport
-        self.address = address if address is not None else geometry.name
+        self.address = address if address is not None else f"{geometry.name}-{uuid.uuid4().hex[:12]}"
         self._state = State(geometry, self.address, rank, world_size)
         self._clock = clock
         self._trace = trace
@@ -125,6 +131,8 @@ class KVManager:
         self._before: StateView | None = view.view(self._state) if self._debug else None
         self._watched = self._debug or trace is not None
         self._dead: Refusal | None = None
+        self._closed = False
+        self._released = False
 
     # -- the critical section
 
@@ -133,7 +141,7 @@ class KVManager:
         if self._lock._is_owned():  # type: ignore[attr-defined]
             raise LockHeld("a verb was called under the state lock of its manager; release it first")
         with self._lock:
-            if self._dead is not None:
+            if self._dead is not None and not (self._closed and verb in _ENDINGS):
                 return self._dead
             result = transition(self._state, *args)
             if self._watched:
@@ -141,6 +149,8 @@ class KVManager:
             emitted = bool(self._state.outbox)
         if emitted:
             self._drain()
+            if self._dead is not None and not self._closed:
+                return self._dead
         return result
 
     def _watch(self, verb: str, args: tuple[Any, ...], result: Any) -> None:
@@ -164,7 +174,7 @@ class KVManager:
                     self._submit(op)
 
     def _submit(self, op: Op) -> None:
-        if self._dead is not None and not isinstance(self._dead, ManagerClosed):
+        if self._dead is not None and not self._closed:
             return
         try:
             self.backend.submit(op)
@@ -215,6 +225,8 @@ class KVManager:
     def _poison(self, error: BaseException) -> None:
         with self._lock:
             self._dead = ManagerPoisoned(error=f"{type(error).__name__}: {error}")
+            self._closed = False
+        self.backend.lose(str(self._dead))
 
     def _unlocked(self) -> None:
         for lock in (self._lock, self._submission):
@@ -262,7 +274,10 @@ class KVManager:
 
     def launch_exit(self, lease: Lease) -> StepEnd | Aborted | Refusal:
         """Leave a launch: the step takes its number and its event is recorded, in that order."""
-        return self._locked("launch_exit", step.launch_exit, lease)
+        left = self._locked("launch_exit", step.launch_exit, lease)
+        if self._closed:
+            self._release()
+        return left
 
     def commit(self, lease: Lease, accepted: Sequence[int] | None = None) -> Committed | Refusal:
         """Commit a launched step; `accepted` per segment when not everything counts."""
@@ -285,16 +300,32 @@ class KVManager:
         return self._locked("claim_reload", reload.claim_reload, request, extra, self._clock())
 
     def commit_claim(self, claim: OffloadClaim | ReloadClaim) -> Offloaded | Reloaded | Abandoned | Refusal:
-        """Commit a claim. Refused: CopyFailed, ClaimEnded."""
+        """Commit an offload or reload. Refused: CopyFailed, ClaimEnded. A fetch commits by itself, when it lands."""
         if isinstance(claim, OffloadClaim):
             return self._locked("commit_offload", offload.commit_offload, claim)
-        return self._locked("commit_reload", reload.commit_reload, claim)
+        if isinstance(claim, ReloadClaim):
+            return self._locked("commit_reload", reload.commit_reload, claim)
+        raise TypeError(f"{claim!r} cannot be committed: a fetch ends by what its transport says, see readiness")
 
-    def abandon(self, claim: OffloadClaim | ReloadClaim) -> Abandoned | Refusal:
-        """Give up a claim: everything is as before it. Refused: ClaimEnded."""
+    def abandon(self, claim: Claim) -> Abandoned | Refusal:
+        """Give up a claim: everything is as before it. A fetch is given up once its transport confirms the cancel.
+
+        Refused: ClaimEnded.
+        """
         if isinstance(claim, OffloadClaim):
             return self._locked("abandon_offload", offload.abandon_offload, claim)
-        return self._locked("abandon_reload", reload.abandon_reload, claim)
+        if isinstance(claim, ReloadClaim):
+            return self._locked("abandon_reload", reload.abandon_reload, claim)
+        stream = claim.stream
+        if not claim.open:
+            return ClaimEnded(request=stream.request.id, label=stream.label)
+        orphaned = claim.cancel_requested
+        if not orphaned:
+            asked = self.cancel_retrieve(stream.request.id, (stream.label,))
+            if isinstance(asked, Refusal):
+                return asked
+        self.poll()
+        return Abandoned(stream.request.id, orphaned, pending=claim.open)
 
     def offload(self, request: str, discard_in_flight: bool = False) -> Offloaded | Abandoned | Refusal:
         """Offload a request: claim, copy, commit. Whatever fails, the claim has ended when this returns."""
@@ -370,9 +401,10 @@ class KVManager:
         with self._lock:
             return retrieve.readiness(self._state, request, labels)
 
-    def cancel_retrieve(self, request: str) -> tuple[Fetch, ...] | Refusal:
+    def cancel_retrieve(self, request: str, labels: Sequence[str] | None = None) -> tuple[Fetch, ...] | Refusal:
         """Ask the transport to cancel a request's fetches; each is pending until the cancel is confirmed."""
-        asked = self._locked("cancel_retrieve", retrieve.cancel_retrieve, request)
+        wanted = None if labels is None else tuple(labels)
+        asked = self._locked("cancel_retrieve", retrieve.cancel_retrieve, request, wanted)
         self.poll()
         return asked
 
@@ -397,6 +429,8 @@ class KVManager:
                 self._locked("failed", retrieve.failed, fetch, outcome.error)
             elif isinstance(outcome, Cancelled):
                 self._locked("cancelled", retrieve.cancelled, fetch)
+        if ended and self._closed:
+            self._release()
         return tuple(ended)
 
     # -- the whole
@@ -436,14 +470,34 @@ class KVManager:
         self.poll()
 
     def close(self) -> None:
-        """Clear, then refuse everything and release the backend. A second call changes nothing."""
+        """Clear and refuse everything from then on. A second call changes nothing.
+
+        The backend is released at once, or as soon as the last running launch and fetch have ended: until then they
+        may write its memory, and may still be ended (`launch_exit`, `poll`).
+        """
         self._unlocked()
         with self._lock:
-            if isinstance(self._dead, ManagerClosed):
+            if self._closed:
                 return
-        self.clear()
+            if self._dead is None:
+                self._dead = ManagerClosed()
+                self._closed = True
+                cleared = lifecycle.clear(self._state)
+                if self._watched:
+                    self._watch("clear", (), cleared)
+        try:
+            self._drain()
+            self.poll()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Release the backend of a closed or poisoned manager once nothing runs that may write its memory."""
         with self._lock:
-            self._dead = ManagerClosed()
+            idle = not self._state.leases and not self._state.claims
+            if self._released or self._dead is None or (self._closed and not idle):
+                return
+            self._released = True
         self.backend.close()
 
 
@@ -465,11 +519,18 @@ def admit_all(wanted: Sequence[tuple[KVManager, Step]]) -> tuple[Lease, ...] | R
     The leases in the order given, or the first refusal; then the leases already admitted were aborted.
     """
     leases: list[tuple[KVManager, Lease]] = []
-    for manager, wanted_step in wanted:
-        lease = manager.admit(wanted_step)
-        if isinstance(lease, Refusal):
+    refusal: Refusal | None = None
+    try:
+        for manager, wanted_step in wanted:
+            lease = manager.admit(wanted_step)
+            if isinstance(lease, Refusal):
+                refusal = lease
+                break
+            leases.append((manager, lease))
+        else:
+            return tuple(lease for _, lease in leases)
+    finally:
+        if len(leases) < len(wanted):
             for other, admitted in reversed(leases):
                 other.abort(admitted)
-            return lease
-        leases.append((manager, lease))
-    return tuple(lease for _, lease in leases)
+    return refusal

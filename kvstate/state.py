@@ -388,9 +388,13 @@ class _Copying:
 
 @attrs.define(eq=False, repr=False)
 class OffloadClaim(_Copying):
-    """Owns the device pages of a request and the host pages they are copied to."""
+    """Owns the device pages of a request and the host pages they are copied to.
+
+    `spoiled` are streams whose content turned out to be lost after the claim was made; they are emptied at its end.
+    """
 
     verb = "offload"
+    spoiled: list[Stream] = attrs.field(factory=list)
 
 
 @attrs.define(eq=False, repr=False)

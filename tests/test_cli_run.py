@@ -108,11 +108,10 @@ def test_a_content_error_is_a_violation_that_names_the_request(tmp_path: Path, m
     assert json.loads((tmp_path / "out.json").read_text())["holds"] is False
 
 
-def test_a_run_that_cannot_preempt_is_no_pass(tmp_path: Path) -> None:
-    result = kv("run", azure(tmp_path / "trace"), *SMALL, "--host-pages", 0, "--json", tmp_path / "out.json")
-    assert result.exit_code == Exit.VIOLATION
-    assert "CannotPreempt" in result.output and "no host pool" in result.output and "running" in result.output
-    assert json.loads((tmp_path / "out.json").read_text())["error"].startswith("CannotPreempt")
+def test_a_run_that_cannot_preempt_says_what_to_do(tmp_path: Path) -> None:
+    result = kv("run", azure(tmp_path / "trace"), *SMALL, "--host-pages", 0)
+    assert result.exit_code == Exit.USAGE
+    assert "no host pool" in result.output and "--host-pages" in result.output and "running" in result.output
 
 
 def test_without_preemption_no_host_pool_is_needed(tmp_path: Path) -> None:

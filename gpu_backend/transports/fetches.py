@@ -5,6 +5,7 @@ A fetch waits for its peer, never for another fetch: a peer that hangs costs the
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +40,14 @@ class PeerLost(KVStateError):
         self.address = address
 
 
+class PagesDiffer(KVStateError):
+    """A publisher keeps pages of another geometry or dtype: their bytes mean something else here."""
+
+    def __init__(self, address: str, theirs: Pages, ours: Pages) -> None:
+        super().__init__(f"{address!r} keeps pages of another geometry: {theirs}; here are {ours}")
+        self.address = address
+
+
 def _no(_: FetchBegin) -> bool:
     return False
 
@@ -66,7 +75,8 @@ class Faults:
 class Source(Protocol):
     """A publisher as one fetch reaches it."""
 
-    pages: Pages
+    def open(self) -> Pages:
+        """Return the publisher's pages, the same ones every time; raise PeerLost when they cannot be had."""
 
     def check(self) -> None:
         """Raise PeerLost when the publisher is gone."""
@@ -75,7 +85,7 @@ class Source(Protocol):
         """Ask whether that content still holds; raise PeerLost when there is no answer."""
 
     def interrupt(self) -> None:
-        """Make a question that waits for its answer raise PeerLost. Called from another thread."""
+        """Make whatever waits for the publisher raise PeerLost at once. Called from another thread."""
 
     def close(self) -> None:
         """Let go of the publisher's memory."""
@@ -138,7 +148,7 @@ class FetchTransport:
             self._jobs[op.fetch] = job
 
     def cancel(self, fetch: Any) -> None:
-        """Ask for the end of a fetch: it ends at its next piece, or by the answer that it waits for."""
+        """Ask for the end of a fetch: it comes after the piece that is being copied; nothing else is waited for."""
         with self._changed:
             job = self._jobs.get(fetch)
         if job is not None:
@@ -182,8 +192,8 @@ class FetchTransport:
         try:
             self.wait_for(job.op.after)
             outcome = self._run(job)
-        except PeerLost as lost:
-            outcome = Failed(str(lost))
+        except KVStateError as error:
+            outcome = Failed(str(error))
         except Exception as error:  # a thread that dies would leave its fetch pending for ever
             outcome = Failed(f"{type(error).__name__}: {error}")
         # Everything of the peer is let go before the outcome is known, so whoever sees it may count what is left.
@@ -231,21 +241,20 @@ class FetchTransport:
         ------
         PeerLost
             When the publisher is not reached or goes away meanwhile.
+        PagesDiffer
+            When its bytes mean something else.
         """
         op, source = job.op, self.source_of(job)
-        if source.pages.shape != self.pages.shape:
-            raise PeerLost(
-                op.record.address,
-                f"{op.record.address!r} has pages of (planes, page_size, token_bytes) = {source.pages.shape}, "
-                f"this cache {self.pages.shape}: only caches of one geometry and dtype can exchange pages",
-            )
+        theirs = source.open()
+        if not self.pages.fits(theirs):
+            raise PagesDiffer(op.record.address, theirs, self.pages)
         source.check()
-        for _ in self.pages.copy(source.pages, op, op.stop if tokens is None else min(op.start + tokens, op.stop)):
+        for _ in self.pages.copy(theirs, op, op.stop if tokens is None else min(op.start + tokens, op.stop)):
             source.check()
             if job.cancelled.is_set():
                 break
-        if self.pages.tokens.is_cuda:
-            torch.cuda.current_stream(self.pages.tokens.device).synchronize()
+        if self.pages.bytes.is_cuda:
+            torch.cuda.current_stream(self.pages.bytes.device).synchronize()
 
     def verdict(self, job: Job) -> Outcome:
         """Ask the publisher whether what was copied is what it had published."""
@@ -263,6 +272,4 @@ def unique_address(name: str) -> str:
     Incarnations and epochs begin anew in every process, so an address that outlives one would let a record of the old
     life be confirmed by the new one.
     """
-    import os
-
     return f"{name}-{os.getpid()}-{time.monotonic_ns()}"

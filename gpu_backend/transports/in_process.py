@@ -49,7 +49,9 @@ class _Near:
         self._network = network
         self._address = address
         self._peer = peer
-        self.pages = peer.pages
+
+    def open(self) -> Pages:
+        return self._peer.pages
 
     def check(self) -> None:
         if self._network.find(self._address) is not self._peer:

@@ -1,88 +1,112 @@
-"""The pages of a device cache as a transport sees them: bytes, a token at a time or whole pages."""
+"""The pages of a device cache as a transport sees them: bytes, whole pages or the tokens of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import attrs
-import torch
+from torch import Tensor
 
+from gpu_backend.copier import runs_of
 from kvstate.ops import FetchBegin
+
+if TYPE_CHECKING:
+    from gpu_backend.device_cache import DeviceCache
 
 PIECE_BYTES_MAX = 8 << 20
 """Between two pieces of this size a fetch looks whether its peer is still there, and whether it was cancelled."""
 
+GARBAGE_BYTE = 0xA5
+"""What a fetch that was made to fail leaves behind."""
+
 
 @attrs.frozen(eq=False)
 class Pages:
-    """A view of a page-major cache.
+    """The bytes of a page-major cache, and what they mean.
 
     Parameters
     ----------
-    tokens
-        uint8, ``(pages, planes, page_size, token_bytes)``: a plane is K or V of one layer. A page is contiguous, so a
-        run of pages is one copy; a part of a page is one copy of `planes` pieces.
+    bytes
+        uint8, ``(pages, page_bytes)``.
+    page_shape
+        ``(layers, 2, page_size, heads, head_dim)``.
+    dtype
+        Name of the dtype of the elements.
     """
 
-    tokens: torch.Tensor
+    bytes: Tensor
+    page_shape: tuple[int, ...]
+    dtype: str
 
     @classmethod
-    def of(cls, storage: torch.Tensor) -> Pages:
-        """Return the pages of a storage ``(pages, layers, 2, page_size, kv_heads, head_dim)``."""
-        pages, layers, two, page_size = storage.shape[:4]
-        flat = storage.view(torch.uint8) if storage.dtype != torch.uint8 else storage
-        return cls(flat.view(pages, layers * two, page_size, -1))
+    def of(cls, cache: DeviceCache) -> Pages:
+        """Return the pages of `cache`, the sink included."""
+        return cls(cache.bytes, cache.layout.page_shape, cache.layout.dtype)
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(planes, page_size, token_bytes): what two caches must agree on."""
-        _, planes, page_size, token_bytes = self.tokens.shape
-        return planes, page_size, token_bytes
+    def __str__(self) -> str:
+        layers, _, page_size, heads, head_dim = self.page_shape
+        return f"{layers} layers, {page_size} tokens per page, {heads} heads of {head_dim} {self.dtype}"
+
+    def fits(self, other: Pages) -> bool:
+        """Tell whether a page means the same in both."""
+        mine = (self.page_shape, self.dtype, self.bytes.shape[1])
+        return mine == (other.page_shape, other.dtype, other.bytes.shape[1])
+
+    def tokens(self) -> Tensor:
+        """Return the bytes as ``(pages, layers * 2, page_size, token_bytes)``: a token is strided inside its page."""
+        layers, two, page_size = self.page_shape[:3]
+        return self.bytes.view(len(self.bytes), layers * two, page_size, -1)
 
     def copy(self, source: Pages, op: FetchBegin, stop: int) -> Iterator[int]:
-        """Copy tokens ``op.start … stop`` of a fetch from its publisher's pages, a piece at a time.
+        """Copy tokens ``op.start … stop`` of a fetch out of its publisher's pages, a piece at a time.
+
+        A first page that holds tokens of its own keeps them; with the last page everything behind `stop` moves.
 
         Yields
         ------
-        The tokens of each piece, after it was copied. Behind `stop` the rest of a page may move with it.
+        The bytes of each piece, once they were copied.
 
         Raises
         ------
         ValueError
-            When the record does not name the pages that its length needs.
+            When the record does not name the pages that its length needs. Nothing was copied.
         """
         size = op.page_size
-        last = -(-stop // size)
-        [read], [write] = op.record.pages, op.tables
-        if len(read) < last or not all(0 <= page < len(source.tokens) for page in read[:last]):
-            raise ValueError(f"the record of {op.record.address!r} does not name the pages of {stop} tokens")
-        place, slot = divmod(op.start, size)
-        first = place
-        if slot and place < last:
-            high = min(size, stop - place * size)
-            self.tokens[write[0], :, slot:high].copy_(source.tokens[read[place], :, slot:high])
-            yield high - slot
-            place += 1
-        most = max(1, PIECE_BYTES_MAX // (self.tokens[0].numel() or 1))
-        while place < last:
-            count = _run(read, write[place - first :], place, min(last - place, most))
-            begin, at = write[place - first], read[place]
-            self.tokens[begin : begin + count].copy_(source.tokens[at : at + count])
-            yield min(count * size, stop - place * size)
-            place += count
+        first, slot = divmod(op.start, size)
+        last = max(first, -(-stop // size))
+        [sources], [targets] = op.record.pages, op.tables
+        if len(sources) < last or not all(0 <= page < len(source.bytes) for page in sources[first:last]):
+            raise ValueError(
+                f"the record of {op.record.address!r} does not name pages for {stop} tokens of its {len(source.bytes)}"
+            )
+        read, write = sources[first:last], targets[: last - first]
+        if slot and read:
+            high = min(size, stop - first * size)
+            part = source.tokens()[read[0], :, slot:high]
+            self.tokens()[write[0], :, slot:high].copy_(part)
+            yield part.numel()
+            read, write = read[1:], write[1:]
+        most = max(1, PIECE_BYTES_MAX // self.bytes.shape[1])
+        for begin in range(0, len(read), most):
+            yield self._move(source, read[begin : begin + most], write[begin : begin + most])
+
+    def _move(self, source: Pages, read: tuple[int, ...], write: tuple[int, ...]) -> int:
+        """Copy whole pages; on the host by memmove, since Tensor.copy_ costs microseconds and a crew per thread."""
+        page_bytes = self.bytes.shape[1]
+        for begin, at, count in runs_of(read, write):
+            if self.bytes.is_cpu and source.bytes.is_cpu:
+                to, origin = self.bytes.data_ptr() + at * page_bytes, source.bytes.data_ptr() + begin * page_bytes
+                ctypes.memmove(to, origin, count * page_bytes)
+            else:
+                self.bytes[at : at + count].copy_(source.bytes[begin : begin + count])
+        return len(read) * page_bytes
 
     def spoil(self, op: FetchBegin) -> None:
         """Write garbage to the first half of a fetch's tokens, at least to one."""
-        size = op.page_size
-        base = op.start // size * size
+        base = op.start // op.page_size * op.page_size
+        tokens = self.tokens()
         for token in range(op.start, op.start + -(-(op.stop - op.start) // 2)):
-            place, slot = divmod(token - base, size)
-            self.tokens[op.tables[0][place], :, slot] = 0xA5
-
-
-def _run(read: Sequence[int], write: Sequence[int], place: int, most: int) -> int:
-    """Return how many pages from `place` on are consecutive on both sides; `write` begins there."""
-    count = 1
-    while count < most and read[place + count] == read[place] + count and write[count] == write[0] + count:
-        count += 1
-    return count
+            place, slot = divmod(token - base, op.page_size)
+            tokens[op.tables[0][place], :, slot] = GARBAGE_BYTE

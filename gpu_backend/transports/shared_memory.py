@@ -6,7 +6,7 @@ with its process as well. For each fetch a consumer connects, is handed the memo
 
     consumer                            publisher
     connect                      →
-                                 ←      {"shape": [planes, page_size, token_bytes], "pages": n} + the memfd
+                                 ←      {"page_shape", "dtype", "pages", "page_bytes"} + the memfd
     {"incarnation", "label", "epoch"} →
                                  ←      {"holds": true or false} or {"error": text}
 
@@ -16,6 +16,7 @@ for an answer; whatever it waits for, it waits for no longer than `timeout_s`.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -110,7 +111,9 @@ class Publisher:
     def __init__(self, address: str, memory: SharedMemory, pages: Pages, holds: EpochHolds) -> None:
         self.address = address
         self._memory = memory
-        self._hello = json.dumps({"shape": pages.shape, "pages": len(pages.tokens)}).encode()
+        count, page_bytes = pages.bytes.shape
+        hello = {"page_shape": pages.page_shape, "dtype": pages.dtype, "pages": count, "page_bytes": page_bytes}
+        self._hello = json.dumps(hello).encode()
         self._holds = holds
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -187,38 +190,39 @@ class Publisher:
 
 
 class _Far:
-    """A publisher in another process, as one fetch reached it: its memory mapped, a connection of its own."""
+    """A publisher in another process, as one fetch reached it: a connection of its own, the memory mapped."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._address = address
         self._timeout_s = timeout_s
+        self._pages: Pages | None = None
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(timeout_s)
         try:
-            try:
-                self._connection.connect(_name(address))
-            except OSError as error:
-                raise PeerLost(address, f"nobody is reached at {address!r} ({error})") from error
+            self._connection.connect(_name(address))
             if _uid(self._connection) != os.getuid():
                 raise PeerLost(address, f"{address!r} is a process of another user")
-            self.pages = self._welcome()
+        except OSError as error:
+            self._connection.close()
+            raise PeerLost(address, f"nobody is reached at {address!r} ({error})") from error
         except BaseException:
             self._connection.close()
             raise
 
-    def _welcome(self) -> Pages:
+    def open(self) -> Pages:
         """Map the memory that the publisher hands over."""
-        message, fds = self._receive(fds=1)
-        try:
-            if len(fds) != 1:
-                raise PeerLost(self._address, f"{self._address!r} handed over no memory")
-            planes, page_size, token_bytes = message["shape"]
-            size_bytes = message["pages"] * planes * page_size * token_bytes
-            memory = _map(fds[0], size_bytes)
-            return Pages(memory.view(message["pages"], planes, page_size, token_bytes))
-        finally:
-            for fd in fds:
-                os.close(fd)
+        if self._pages is None:
+            message, fds = self._receive(fds=1)
+            try:
+                if len(fds) != 1:
+                    raise PeerLost(self._address, f"{self._address!r} handed over no memory")
+                count, page_bytes = message["pages"], message["page_bytes"]
+                memory = _map(fds[0], count * page_bytes).view(count, page_bytes)
+                self._pages = Pages(memory, tuple(message["page_shape"]), message["dtype"])
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        return self._pages
 
     def _receive(self, fds: int = 0) -> tuple[dict[str, Any], list[int]]:
         try:
@@ -240,7 +244,6 @@ class _Far:
         )
 
     def check(self) -> None:
-        """A publisher says nothing that it was not asked, so that there is something to read means it is gone."""
         try:
             ended = self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -262,14 +265,12 @@ class _Far:
         return answer["holds"] is True
 
     def interrupt(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # closed already, here or there
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # closed already, here or there
-            pass
 
     def close(self) -> None:
         self._connection.close()
-        del self.pages
+        self._pages = None
 
 
 class SharedMemoryTransport(FetchTransport):

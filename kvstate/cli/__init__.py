@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
+import traceback
 from typing import Any, NoReturn
 
 
@@ -62,6 +63,12 @@ def _group() -> Any:
                 return super().invoke(ctx)
             except KeyboardInterrupt:
                 click.echo("interrupted: undecided", err=True)
+                ctx.exit(Exit.UNDECIDED)
+            except (click.ClickException, click.exceptions.Exit, click.Abort):
+                raise
+            except Exception:
+                traceback.print_exc()
+                click.echo("kvstate itself failed: undecided", err=True)
                 ctx.exit(Exit.UNDECIDED)
 
     @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})

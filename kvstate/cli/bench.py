@@ -46,6 +46,9 @@ class NullBackend:
     def wait(self, clock: Clock) -> None:
         """Return at once."""
 
+    def lose(self, why: str) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Do nothing."""
 

@@ -55,6 +55,10 @@ def check(
     as a program, and written as a replay file and a pytest file. Exit code 3, undecided, when not everything that must
     sometimes happen was reached: give it more time.
     """
+    for file in (json_file, junit):
+        if file is not None and not file.parent.is_dir():
+            raise click.UsageError(f"cannot write {file}: there is no folder {file.parent}")
+    out.mkdir(parents=True, exist_ok=True)
     console = Console()
     jobs = jobs if jobs is not None else os.cpu_count() or 1
     time_s = seconds if seconds is not None else BUDGETS[budget]
@@ -123,7 +127,6 @@ def _row(tally: Tally, violated: bool, seconds: float) -> list[str]:
 
 
 def _show_found(console: Console, found: Found, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     name = f"kvstate_{found.layer}_{found.seed}"
     replay_file, test_file = out / f"{name}.json", out / f"test_{name}.py"
     program.save(replay_file, found.sizes, found.violation())

@@ -17,7 +17,7 @@ from kvstate.cli import Exit
 from kvstate.errors import KVStateError
 from kvstate.testing import backends
 from kvstate.testing.backends import StampedBackend
-from kvstate.testing.drive import MeteredJudge, Report, Undecided, drive, peak_demand, pool_pages
+from kvstate.testing.drive import CannotPreempt, MeteredJudge, Report, Undecided, drive, peak_demand, pool_pages
 from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry
 from kvstate.workload import TraceRequest, WorkloadError, check_fits, load_trace, synthetic
@@ -106,6 +106,8 @@ def run(
     try:
         report = _drive(console, workload, geometry, backend, judge, threads, chunk, batch, speed)
     except KVStateError as error:
+        if isinstance(error, CannotPreempt):
+            raise click.UsageError(f"{type(error).__name__}: {error}") from error
         undecided = isinstance(error, Undecided)
         _write(
             json_file, {**settings, "holds": None if undecided else False, "error": f"{type(error).__name__}: {error}"}

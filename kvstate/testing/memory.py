@@ -147,7 +147,7 @@ class MemoryBackend:
             if kind is None or isinstance(op, kind):
                 del self._failing[place]
                 if fatal:
-                    self._lose(f"the device was lost at #{op.number}, as asked for")
+                    self.lose(f"the device was lost at #{op.number}, as asked for")
                     raise Poisoned(self._lost)
                 raise SubmitError(f"#{op.number} {type(op).__name__} was made to fail")
         if self.fail is not None and self.fail(op):
@@ -235,7 +235,8 @@ class MemoryBackend:
                 self._completed = merge(self._completed, at(op.queue, op.number))
                 self._done.notify_all()
 
-    def _lose(self, why: str) -> None:
+    def lose(self, why: str) -> None:
+        """Refuse everything from now on, and wake whoever waits."""
         with self._done:
             self._lost = self._lost or why
             self._done.notify_all()

@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvstate.ordering import NOTHING, Clock, Queue, at, merge
-from kvstate.state import Held, Lease, OnDevice, OnHost, Row, State, Stream, WideRow
+from kvstate.state import (
+    FetchFailed,
+    Fetching,
+    Held,
+    Lease,
+    OnDevice,
+    OnHost,
+    Row,
+    State,
+    Stream,
+    Table,
+    Tables,
+    WideRow,
+)
 
 
 def release(state: State, stream: Stream, pages: Sequence[Iterable[int]], behind: set[int], uses: Clock) -> int:
@@ -41,6 +54,12 @@ def leave_claim(state: State, stream: Stream, pages: Sequence[Iterable[int]], se
     """End the ownership of a stream's pages by claim `serial`: only leases older than the claim may use them."""
     behind = {lease for lease in open_on(stream) if lease < serial}
     return release(state, stream, pages, behind, merge(stream.used, stream.written))
+
+
+def device_tables(stream: Stream) -> Tables:
+    """Return the tables of device pages that the stream itself owns."""
+    residency = stream.residency
+    return residency.device if isinstance(residency, (Fetching, FetchFailed)) else residency.tables
 
 
 def content_pages(state: State, stream: Stream) -> int:
@@ -130,3 +149,40 @@ def end_without_effect(state: State, row: Row) -> None:
     """End a row that changes nothing: aborted, or void at commit."""
     end_row(state, row)
     give_back(state, row)
+
+
+def empty(state: State, stream: Stream, keep: Sequence[set[int]]) -> tuple[int, int]:
+    """Take everything away from a stream but the pages in `keep` (per group), which become surplus.
+
+    Returns
+    -------
+    Device pages that became free, and pages kept.
+    """
+    residency = stream.residency
+    if stream.rows:
+        void_from(stream, 0)
+    stream.pending_fork = None
+    stream.epoch += 1
+    stream.generation += 1
+    device = device_tables(stream)
+    if isinstance(residency, Fetching):
+        residency.fetch.cancel_requested = True
+    elif isinstance(residency, OnHost):
+        state.host.drop(residency.host, merge(residency.written, residency.used))
+    content = content_pages(state, stream)
+    uses = merge(stream.used, stream.written)
+    kept: list[list[int]] = [[] for _ in state.device.pools]
+    gone: list[list[int]] = [[] for _ in state.device.pools]
+    for group, (pool, table) in enumerate(zip(state.device.pools, device, strict=False)):
+        for place, page in enumerate(table):
+            if not keep or page not in keep[group]:
+                gone[group].append(page)
+                continue
+            # Kept is dropped and granted anew: what used the page goes into its fence.
+            if place < content:
+                pool.fences[page] = merge(pool.fences[page], uses)
+            pool.sealed[page] = 0
+            kept[group].append(page)
+    stream.length = stream.released = 0
+    stream.residency = OnDevice(tuple(Table(pages, len(pages)) for pages in kept), 0)
+    return leave(state, stream, gone), len(kept[0])

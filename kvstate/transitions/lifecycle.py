@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 
 from kvstate.ops import ForkCopy, Op
-from kvstate.ordering import merge
 from kvstate.refusals import ConfigConflict, Refusal
 from kvstate.state import (
     GONE,
     Fetch,
-    FetchFailed,
-    Fetching,
     OffloadClaim,
-    OnDevice,
-    OnHost,
+    Offloading,
     Request,
     State,
     Stream,
-    Table,
-    Tables,
 )
 from kvstate.transitions.claim import known
-from kvstate.transitions.leaving import content_pages, forget, leave, void_from
+from kvstate.transitions.leaving import device_tables, empty, forget
 from kvstate.transitions.offload import abandon_offload
 from kvstate.transitions.reload import abandon_reload
 from kvstate.transitions.retrieve import failed
@@ -74,56 +66,13 @@ def ingest(state: State, request: str, config: RequestConfig | None = None) -> I
     return Ingested(request, made.incarnation, False)
 
 
-def _empty(state: State, stream: Stream, keep: Sequence[set[int]]) -> tuple[int, int]:
-    """Take everything away from a stream but the pages in `keep` (per group), which become surplus.
-
-    Returns
-    -------
-    Device pages that became free, and pages kept.
-    """
-    residency = stream.residency
-    if stream.rows:
-        void_from(stream, 0)
-    stream.pending_fork = None
-    stream.epoch += 1
-    stream.generation += 1
-    device = _device_tables(stream)
-    if isinstance(residency, Fetching):
-        residency.fetch.cancel_requested = True
-    elif isinstance(residency, OnHost):
-        state.host.drop(residency.host, merge(residency.written, residency.used))
-    content = content_pages(state, stream)
-    uses = merge(stream.used, stream.written)
-    kept: list[list[int]] = [[] for _ in state.device.pools]
-    gone: list[list[int]] = [[] for _ in state.device.pools]
-    for group, (pool, table) in enumerate(zip(state.device.pools, device, strict=False)):
-        for place, page in enumerate(table):
-            if not keep or page not in keep[group]:
-                gone[group].append(page)
-                continue
-            # Kept is dropped and granted anew: what used the page goes into its fence.
-            if place < content:
-                pool.fences[page] = merge(pool.fences[page], uses)
-            pool.sealed[page] = 0
-            kept[group].append(page)
-    stream.length = stream.released = 0
-    stream.residency = OnDevice(tuple(Table(pages, len(pages)) for pages in kept), 0)
-    return leave(state, stream, gone), len(kept[0])
-
-
 def _owned_alone(state: State, request: Request) -> list[set[int]]:
     """Return the pages per group that exactly one stream of `request` and nobody else owns."""
     alone: list[set[int]] = [set() for _ in state.device.pools]
     for stream in request.streams.values():
-        for own, pool, table in zip(alone, state.device.pools, _device_tables(stream), strict=False):
+        for own, pool, table in zip(alone, state.device.pools, device_tables(stream), strict=False):
             own.update(page for page in table if pool.owners[page] == 1)
     return alone
-
-
-def _device_tables(stream: Stream) -> Tables:
-    """Return the tables of device pages that the stream itself owns."""
-    residency = stream.residency
-    return residency.device if isinstance(residency, (Fetching, FetchFailed)) else residency.tables
 
 
 def reset(state: State, request: str, free: bool = True) -> Emptied | Refusal:
@@ -139,7 +88,7 @@ def reset(state: State, request: str, free: bool = True) -> Emptied | Refusal:
     released = kept = 0
     keep = [] if free else _owned_alone(state, found)
     for stream in list(found.streams.values()):
-        freed, stayed = _empty(state, stream, keep)
+        freed, stayed = empty(state, stream, keep)
         released += freed
         kept += stayed
         forget(state, stream)
@@ -158,7 +107,7 @@ def remove(state: State, request: str) -> Emptied | Refusal:
     # Effect.
     released = 0
     for stream in found.streams.values():
-        released += _empty(state, stream, ())[0]
+        released += empty(state, stream, ())[0]
         stream.residency = GONE
     del state.requests[request]
     del state.incarnations[found.incarnation]
@@ -196,7 +145,8 @@ def op_failed(state: State, op: Op, error: str) -> None:
     """Record that `op` failed at submit on the claim or lease it worked for; its owner ends that.
 
     A post-fork's copy fails after its step was committed: the targets it was for are emptied, as by a reset of those
-    streams, unless they hold something else by now.
+    streams, unless they hold something else by now. One that an offload has claimed meanwhile, its own copy not yet
+    submitted, is emptied when that claim is abandoned, which is all that can become of it.
     """
     owner = op.owner
     if isinstance(owner, Fetch):
@@ -204,7 +154,13 @@ def op_failed(state: State, op: Op, error: str) -> None:
             failed(state, owner, error)
     elif isinstance(op, ForkCopy) and op.committed:
         for stream, epoch in op.committed:
-            if stream.epoch == epoch and stream.residency is not GONE:
-                _empty(state, stream, ())
+            residency = stream.residency
+            if stream.epoch != epoch or residency is GONE:
+                continue
+            if isinstance(residency, Offloading):
+                residency.claim.failure = error
+                residency.claim.spoiled.append(stream)
+            else:
+                empty(state, stream, ())
     else:
         owner.failure = error

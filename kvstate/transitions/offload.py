@@ -9,7 +9,7 @@ from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
 from kvstate.refusals import HostExhausted, NoHostPool, Refusal, StreamNotOnDevice
 from kvstate.state import OffloadClaim, Offloading, OnDevice, OnHost, Part, State, Table
 from kvstate.transitions.claim import end_claim, ended, fetch_in_the_way, known, lease_in_the_way, not_committable
-from kvstate.transitions.leaving import content_pages, forget, leave_claim, void_from
+from kvstate.transitions.leaving import content_pages, empty, forget, leave_claim, void_from
 
 
 @attrs.frozen
@@ -22,10 +22,14 @@ class Offloaded:
 
 @attrs.frozen
 class Abandoned:
-    """A claim given up; `orphaned` when its request had gone, been reset or ingested anew."""
+    """A claim given up; `orphaned` when its request had gone, been reset or ingested anew.
+
+    A fetch is given up by asking its transport for a cancel: it is `pending` until that is confirmed.
+    """
 
     request: str
     orphaned: bool
+    pending: bool = False
 
 
 def claim_offload(
@@ -167,6 +171,9 @@ def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
         else:
             orphaned = True
             leave_claim(state, stream, part.device, claim.serial)
+    for stream in claim.spoiled:
+        if isinstance(stream.residency, OnDevice):
+            empty(state, stream, ())
     return Abandoned(claim.request.id, orphaned)
 
 

@@ -235,8 +235,8 @@ def cancelled(state: State, fetch: Fetch) -> FetchEnded | Refusal:
     return FetchEnded(stream.request.id, stream.label, "cancelled", not waiting)
 
 
-def cancel_retrieve(state: State, request: str) -> tuple[Fetch, ...] | Refusal:
-    """Ask for the cancel of a request's fetches; each stays pending until its transport confirms.
+def cancel_retrieve(state: State, request: str, labels: Sequence[str] | None = None) -> tuple[Fetch, ...] | Refusal:
+    """Ask for the cancel of a request's fetches (of `labels` only); each is pending until its transport confirms.
 
     Fetching → Fetching
     """
@@ -245,7 +245,11 @@ def cancel_retrieve(state: State, request: str) -> tuple[Fetch, ...] | Refusal:
     if isinstance(found, Refusal):
         return found
     # Effect.
-    fetches = [s.residency.fetch for s in found.streams.values() if isinstance(s.residency, Fetching)]
+    fetches = [
+        stream.residency.fetch
+        for stream in found.streams.values()
+        if isinstance(stream.residency, Fetching) and (labels is None or stream.label in labels)
+    ]
     for fetch in fetches:
         fetch.cancel_requested = True
     return tuple(fetches)

@@ -7,7 +7,6 @@ function in its place wherever the core names it. Both fail loudly when the core
 """
 
 from __future__ import annotations
-
 import __future__
 
 import inspect

@@ -92,6 +92,10 @@ class MeteredBackend:
         """Wait for what `clock` names."""
         self.inner.wait(clock)
 
+    def lose(self, why: str) -> None:
+        """Wake whoever waits."""
+        self.inner.lose(why)
+
     def close(self) -> None:
         """Release the memory."""
         self.inner.close()

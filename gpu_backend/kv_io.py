@@ -1,0 +1,180 @@
+"""Reading and writing K and V through a plan: what a model's attention layers call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gpu_backend.device_cache import DeviceCache, dtype_of
+from gpu_backend.plan_tensors import PlanTensors
+from kvstate.errors import KVStateError
+from kvstate.types import MAIN
+
+
+class LabelNotPlanned(KVStateError, KeyError):
+    """The current plan has no such plan label.
+
+    Attributes
+    ----------
+    label
+        The one asked for.
+    present
+        Those of the plan.
+    """
+
+    def __init__(self, label: str, present: tuple[str, ...]) -> None:
+        self.label = label
+        self.present = present
+        super().__init__(
+            f"the current plan has no plan label {label!r}; it has {', '.join(map(repr, present)) or 'none'}"
+            + ("; call set_label, or pass label=" if present else "")
+        )
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+# A custom op, so that torch.compile sees one call that changes `storage` and nothing else: it keeps it where it stands,
+# and does not trace into indexing that it might turn into a copy of the cache.
+@torch.library.custom_op(
+    "kvstate::write_kv",
+    mutates_args=("storage",),
+    schema="(Tensor(a!) storage, Tensor k, Tensor v, Tensor token_page, Tensor token_slot, int layer) -> ()",
+)
+def _write_kv(storage: Tensor, k: Tensor, v: Tensor, token_page: Tensor, token_slot: Tensor, layer: int) -> None:
+    """Store the first ``len(token_page)`` rows of `k` and `v` in one layer of `storage`."""
+    count = token_page.shape[0]
+    for which, rows in enumerate((k, v)):
+        storage[:, layer, which].index_put_((token_page, token_slot), rows[:count])
+
+
+@_write_kv.register_fake
+def _(storage: Tensor, k: Tensor, v: Tensor, token_page: Tensor, token_slot: Tensor, layer: int) -> None:
+    return None
+
+
+class KVAccess:
+    """K and V of one plan, by layer and plan label. Every plan starts with layer 0 and label "main".
+
+    Parameters
+    ----------
+    cache
+        The device tier.
+    """
+
+    def __init__(self, cache: DeviceCache) -> None:
+        self._cache = cache
+        self._dtype = dtype_of(cache.layout)
+        self._tensors: dict[str, PlanTensors] = {}
+        self._layer = 0
+        self._label = MAIN
+
+    def rebind(self, tensors: Mapping[str, PlanTensors]) -> None:
+        """Turn to another plan; the defaults are what they were at first."""
+        self._tensors = dict(tensors)
+        self._layer = 0
+        self._label = MAIN
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The plan labels of the current plan."""
+        return tuple(self._tensors)
+
+    def set_layer(self, layer: int) -> None:
+        """Make `layer` the default until the next plan.
+
+        Raises
+        ------
+        IndexError
+            When there is no such layer.
+        """
+        self._layer = self._checked(layer)
+
+    def set_label(self, label: str) -> None:
+        """Make `label` the default until the next plan.
+
+        Raises
+        ------
+        LabelNotPlanned
+            When the current plan does not have it.
+        """
+        self.tensors(label)
+        self._label = label
+
+    def tensors(self, label: str | None = None) -> PlanTensors:
+        """Return the addressing of a plan label.
+
+        Raises
+        ------
+        LabelNotPlanned
+            When the current plan does not have it.
+        """
+        name = self._label if label is None else label
+        found = self._tensors.get(name)
+        if found is None:
+            raise LabelNotPlanned(name, self.labels)
+        return found
+
+    def layer_view(self, layer: int | None = None) -> Tensor:
+        """Return ``(pages + 1, 2, page_size, heads, head_dim)`` of a layer: what attention kernels take, no copy."""
+        return self._cache.layer_view(self._layer if layer is None else layer)
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, *, layer: int | None = None, label: str | None = None, read_back: bool = False
+    ) -> Tensor | None:
+        """Store the K and V of the tokens that a plan label computes.
+
+        Parameters
+        ----------
+        k, v
+            ``(tokens or more, heads, head_dim)``, packed like the label; rows behind its bucket are ignored. Another
+            dtype is converted.
+        layer, label
+            In place of the defaults.
+        read_back
+            Return what `read_kv` gives now.
+
+        Raises
+        ------
+        LabelNotPlanned
+            When the current plan does not have the label.
+        ValueError
+            When a shape does not fit.
+        """
+        tensors = self.tensors(label)
+        layer = self._checked(layer)
+        layout = self._cache.layout
+        for name, rows in (("k", k), ("v", v)):
+            if rows.shape[1:] != (layout.heads, layout.head_dim) or rows.shape[0] < tensors.bucket:
+                raise ValueError(
+                    f"{name} has shape {tuple(rows.shape)}; label {tensors.label!r} takes at least {tensors.bucket} rows of "
+                    f"({layout.heads}, {layout.head_dim})"
+                )
+        torch.ops.kvstate.write_kv(
+            self._cache.storage, self._stored(k), self._stored(v), tensors.token_page, tensors.token_slot, layer
+        )
+        return self.read_kv(layer=layer, label=label) if read_back else None
+
+    def read_kv(self, *, layer: int | None = None, label: str | None = None) -> Tensor:
+        """Return ``(bucket, 2, heads, head_dim)``: K and V in the slots that a plan label writes, gathered.
+
+        Raises
+        ------
+        LabelNotPlanned
+            When the current plan does not have the label.
+        """
+        tensors = self.tensors(label)
+        slots = self._cache.storage[:, self._checked(layer)]
+        return slots[tensors.token_page, :, tensors.token_slot].view(self._dtype)
+
+    def _checked(self, layer: int | None) -> int:
+        """Return `layer` or the default; an index that wraps around would be another layer's cache."""
+        layer = self._layer if layer is None else layer
+        if not 0 <= layer < self._cache.layout.layers:
+            raise IndexError(f"{self._cache.layout.name} has layers 0 … {self._cache.layout.layers - 1}, not {layer}")
+        return layer
+
+    def _stored(self, rows: Tensor) -> Tensor:
+        return rows.to(self._dtype).view(self._cache.storage.dtype)

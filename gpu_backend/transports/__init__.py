@@ -1,0 +1,19 @@
+"""Transports: fetches between the device caches of managers, in one process or between processes of one machine."""
+
+from gpu_backend.transports.fetches import Faults, FetchTransport, PeerLost, unique_address
+from gpu_backend.transports.in_process import InProcessTransport, Network
+from gpu_backend.transports.pages import Pages
+from gpu_backend.transports.shared_memory import Publisher, SharedMemory, SharedMemoryTransport
+
+__all__ = [
+    "Faults",
+    "FetchTransport",
+    "InProcessTransport",
+    "Network",
+    "Pages",
+    "PeerLost",
+    "Publisher",
+    "SharedMemory",
+    "SharedMemoryTransport",
+    "unique_address",
+]
