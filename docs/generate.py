@@ -235,7 +235,7 @@ def page() -> str:
             table(
                 ("refusal", "when to try again", "what it says", "returned by"),
                 (
-                    (f"`{name}`", cls.kind.value, paragraphs(cls)[0], returned_by(name))
+                    (f"`{name}`", cls.default_kind.value, paragraphs(cls)[0], returned_by(name))
                     for name, cls in refusal_classes().items()
                 ),
             ),

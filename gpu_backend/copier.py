@@ -99,12 +99,16 @@ class Copier:
             return
         for pages, storage, side in ((sources, source, "source"), (targets, target, "target")):
             if min(pages) < 0 or max(pages) >= len(storage):
-                raise PageOutOfRange(f"{side} pages {min(pages)} … {max(pages)} are not all within 0 … {len(storage) - 1}")
+                raise PageOutOfRange(
+                    f"{side} pages {min(pages)} … {max(pages)} are not all within 0 … {len(storage) - 1}"
+                )
         written = set(targets)
         if len(written) != len(targets):
             raise ValueError("two copies of one op write the same page")
         if target.data_ptr() == source.data_ptr() and not written.isdisjoint(sources):
-            raise ValueError("a copy reads a page that another copy of the same op writes; name the first page of a chain")
+            raise ValueError(
+                "a copy reads a page that another copy of the same op writes; name the first page of a chain"
+            )
         runs = runs_of(sources, targets)
         self._queues.copy(queue, target, source, runs)
         self.pages[queue] += len(sources)

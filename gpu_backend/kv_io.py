@@ -44,10 +44,10 @@ class LabelNotPlanned(KVStateError, KeyError):
     schema="(Tensor(a!) storage, Tensor k, Tensor v, Tensor token_page, Tensor token_slot, int layer) -> ()",
 )
 def _write_kv(storage: Tensor, k: Tensor, v: Tensor, token_page: Tensor, token_slot: Tensor, layer: int) -> None:
-    """Store the first ``len(token_page)`` rows of `k` and `v` in one layer of `storage`."""
-    count = token_page.shape[0]
+    """Store rows of `k` and `v` in one layer of `storage`, as many as there are addresses; spare rows are ignored."""
     for which, rows in enumerate((k, v)):
-        storage[:, layer, which].index_put_((token_page, token_slot), rows[:count])
+        count = min(rows.shape[0], token_page.shape[0])
+        storage[:, layer, which].index_put_((token_page[:count], token_slot[:count]), rows[:count])
 
 
 @_write_kv.register_fake
@@ -129,8 +129,8 @@ class KVAccess:
         Parameters
         ----------
         k, v
-            ``(tokens or more, heads, head_dim)``, packed like the label; rows behind its bucket are ignored. Another
-            dtype is converted.
+            ``(tokens or more, heads, head_dim)``, packed like the label. Of the rows behind the tokens, those that a
+            static buffer has addresses for go to the sink, the rest nowhere. Another dtype is converted.
         layer, label
             In place of the defaults.
         read_back
@@ -147,10 +147,10 @@ class KVAccess:
         layer = self._checked(layer)
         layout = self._cache.layout
         for name, rows in (("k", k), ("v", v)):
-            if rows.shape[1:] != (layout.heads, layout.head_dim) or rows.shape[0] < tensors.bucket:
+            if rows.shape[1:] != (layout.heads, layout.head_dim) or rows.shape[0] < tensors.tokens:
                 raise ValueError(
-                    f"{name} has shape {tuple(rows.shape)}; label {tensors.label!r} takes at least {tensors.bucket} rows of "
-                    f"({layout.heads}, {layout.head_dim})"
+                    f"{name} has shape {tuple(rows.shape)}; label {tensors.label!r} takes at least {tensors.tokens} "
+                    f"rows of ({layout.heads}, {layout.head_dim})"
                 )
         torch.ops.kvstate.write_kv(
             self._cache.storage, self._stored(k), self._stored(v), tensors.token_page, tensors.token_slot, layer

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import attrs
 import torch
-from torch import Tensor
 
 from gpu_backend.queues import Queues, Staging
 from kvstate.errors import SubmitError
@@ -103,14 +102,12 @@ class PageTables:
         try:
             for view in views:
                 entered.append(self._enter(view, group, changed))
-        except SubmitError:
-            self._forget(changed)
-            self.leave(entered)
-            raise
-        try:
             self._upload(changed)
         except BaseException:
-            self._forget(changed)
+            # Nothing is known of a row whose upload did not happen.
+            for place in changed:
+                self._rows[place].table = None
+            self.leave(entered)
             raise
         return tuple(entered)
 
@@ -130,8 +127,8 @@ class PageTables:
         else:
             if len(view.tables[group]) > self.width:
                 raise SubmitError(
-                    f"{view.request}/{view.label} has {view.length} tokens in {len(view.tables[group])} pages, and a page "
-                    f"table holds {self.width}; raise max_seq_len"
+                    f"{view.request}/{view.label} has {view.length} tokens in {len(view.tables[group])} pages, "
+                    f"and a page table holds {self.width}; raise max_seq_len"
                 )
             place = self._row_of(view, view.sources[group], changed)
         row = self._rows[place]
@@ -171,8 +168,8 @@ class PageTables:
         idle = [place for place, row in enumerate(self._rows) if place != SINK_ROW and not row.readers]
         if not idle:
             raise SubmitError(
-                f"running launches hold all {len(self._rows) - 1} page-table rows; raise `rows`, one for each stream of the "
-                "steps that run at once"
+                f"running launches hold all {len(self._rows) - 1} page-table rows; raise `rows`, one for each stream "
+                "of the steps that run at once"
             )
         place = min(idle, key=lambda at: self._rows[at].used)
         stream = self._rows[place].stream
@@ -195,11 +192,6 @@ class PageTables:
         with self._queues.on(Queue.COMPUTE):
             self.tensor.view(-1).index_put_((both[:count],), both[count:])
         self.uploaded += count
-
-    def _forget(self, changed: dict[int, tuple[int, Table]]) -> None:
-        """Nothing is known of rows whose upload did not happen."""
-        for place in changed:
-            self._rows[place].table = None
 
     def streams(self) -> Iterator[tuple[int, str]]:
         """Yield (row, stream) for every row that is kept, for tests and messages."""

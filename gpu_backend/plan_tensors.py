@@ -162,7 +162,13 @@ class Addressing:
             self._lengths[slot] = tuple(sorted({*self._lengths.get(slot, ()), length}))
 
     def make(
-        self, plan: Plan, rows: Sequence[int], slot: str | None = None, bucket: int | None = None
+        self,
+        plan: Plan,
+        rows: Sequence[int],
+        slot: str | None = None,
+        bucket: int | None = None,
+        *,
+        packed: bool = False,
     ) -> dict[str, PlanTensors]:
         """Return the tensors of every plan label of a plan.
 
@@ -176,6 +182,8 @@ class Addressing:
             Take the static buffers of this slot; None: fresh tensors.
         bucket
             Rows in static buffers, one of the registered lengths; None: the smallest that fits.
+        packed
+            Address decode from packed lengths too. The result is the same.
 
         Raises
         ------
@@ -186,7 +194,7 @@ class Addressing:
         sizes = {label: (sum(view.span for view in views), views) for label, views in plan.views.items()}
         buckets = {label: self._bucket(slot, label, tokens, views, bucket) for label, (tokens, views) in sizes.items()}
         return {
-            label: self._label(label, views, [row_of[id(view)] for view in views], slot, buckets[label])
+            label: self._label(label, views, [row_of[id(view)] for view in views], slot, buckets[label], packed)
             for label, views in plan.views.items()
         }
 
@@ -201,37 +209,40 @@ class Addressing:
         if not lengths:
             raise CaptureLengthError(f"slot {slot!r} has no capture length; register one before its first plan")
         if len(views) > tokens:
-            raise CaptureLengthError(f"plan label {label!r} has a view without tokens, which a captured step cannot have")
+            raise CaptureLengthError(
+                f"plan label {label!r} has a view without tokens, which a captured step cannot have"
+            )
         if wanted is None:
             wanted = next((length for length in lengths if length >= tokens), lengths[-1])
         if wanted not in lengths or wanted < tokens:
             raise CaptureLengthError(
-                f"plan label {label!r} has {tokens} tokens, and {wanted} rows were asked for in slot {slot!r}; it has graphs "
-                f"for {', '.join(map(str, lengths))} rows"
+                f"plan label {label!r} has {tokens} tokens, and {wanted} rows were asked for in slot {slot!r}; "
+                f"it has graphs for {', '.join(map(str, lengths))} rows"
             )
         return wanted
 
     def _label(
-        self, label: str, views: Sequence[PlanView], rows: list[int], slot: str | None, bucket: int | None
+        self, label: str, views: Sequence[PlanView], rows: list[int], slot: str | None, bucket: int | None, packed: bool
     ) -> PlanTensors:
         spans = [view.span for view in views]
         tokens = sum(spans)
-        decode = tokens == len(views) and all(span == 1 for span in spans)
+        decode = all(span == 1 for span in spans)
+        direct = decode and not packed
         if slot is None or bucket is None:
             static, bucket, count = None, tokens, len(views)
-            sizes = _Columns.sizes(count, tokens if decode else 0)
+            sizes = _Columns.sizes(count, tokens if direct else 0)
         else:
             static, count = self._static_of(slot, label), bucket
             sizes = _Columns.sizes(static.room, static.room)
-        values, pages = self._values(views, rows, bucket - tokens, sizes, decode)
+        values, pages = self._values(views, rows, bucket - tokens, sizes, direct)
         uploaded = self._staging.upload(
             torch.frombuffer(values, dtype=torch.int32), None if static is None else static.block
         )
-        columns = _Columns(*uploaded.split(sizes))
+        columns = _Columns(*torch.split(uploaded, sizes))
         with self._queues.on(Queue.COMPUTE):
             page_indices = self._page_indices(columns, count, pages, static)
             addresses = columns.token_page, columns.token_slot, columns.token_position
-            if not decode:
+            if not direct:
                 gathered = self._token_addresses(columns, count, bucket)
                 if static is not None:
                     for column, found in zip(addresses, gathered, strict=True):
@@ -259,7 +270,7 @@ class Addressing:
         )
 
     def _values(
-        self, views: Sequence[PlanView], rows: list[int], tail: int, sizes: list[int], decode: bool
+        self, views: Sequence[PlanView], rows: list[int], tail: int, sizes: list[int], direct: bool
     ) -> tuple[array[int], int]:
         """Return a block's numbers, and the pages that its views read.
 
@@ -278,7 +289,7 @@ class Addressing:
         values.extend(lengths + ones)
         values.extend([view.start for view in views] + zeros)
         values.extend([view.position for view in views] + zeros)
-        if decode:
+        if direct:
             values.extend([view.tables[0][-1] for view in views] + [self._sink] * idle)
             values.extend([view.start % size for view in views] + zeros)
             values.extend([view.position for view in views] + zeros)

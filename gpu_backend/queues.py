@@ -58,8 +58,11 @@ class Queues(Protocol):
     def copy(self, queue: Queue, target: Tensor, source: Tensor, runs: Sequence[Run]) -> None:
         """Copy runs of pages between two tensors `(pages, page_bytes)` of bytes, contiguous and in range."""
 
-    def upload(self, queue: Queue, target: Tensor, source: Tensor) -> Mark:
-        """Copy a staging buffer to the device; `source` may be rewritten once the mark is reached."""
+    def upload(self, queue: Queue, target: Tensor, source: Tensor) -> None:
+        """Copy from host memory to the device; `source` is read when the queue gets there."""
+
+    def mark(self, queue: Queue) -> Mark:
+        """Return the point behind everything submitted to `queue` so far."""
 
     def record(self, queue: Queue, number: int) -> None:
         """Let op `number` complete when everything submitted to `queue` so far has run."""
@@ -127,8 +130,10 @@ class HostQueues:
             move(to + target_page * page_bytes, origin + source_page * page_bytes, count * page_bytes)
         self.copy_s[queue] += time.perf_counter() - began_s
 
-    def upload(self, queue: Queue, target: Tensor, source: Tensor) -> Mark:
+    def upload(self, queue: Queue, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
+
+    def mark(self, queue: Queue) -> Mark:
         return _REACHED
 
     def record(self, queue: Queue, number: int) -> None:
@@ -156,7 +161,8 @@ class HostQueues:
             return torch.empty(size_bytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise HostMemoryError(
-                f"{what} needs {size_bytes / 2**30:.2f} GiB of host memory, which cannot be had; ask for fewer host pages"
+                f"{what} needs {size_bytes / 2**30:.2f} GiB of host memory, which cannot be had; "
+                "ask for fewer host pages"
             ) from error
 
 
@@ -211,8 +217,8 @@ class Staging:
             with self._queues.on(Queue.COMPUTE):
                 if target is None:
                     target = torch.empty(count, dtype=torch.int32, device=self._queues.device)
-                mark = self._queues.upload(Queue.COMPUTE, target[:count], buffer[:count])
-            self._buffers[place] = (buffer, mark)
+                self._queues.upload(Queue.COMPUTE, target[:count], buffer[:count])
+            self._buffers[place] = (buffer, self._queues.mark(Queue.COMPUTE))
             self._next = (place + 1) % len(self._buffers)
         return target[:count]
 

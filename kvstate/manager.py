@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import attrs
+
 from kvstate import invariants, view
 from kvstate.backend import Backend, Cancelled, Failed, Landed, Outcome, Transport
 from kvstate.errors import LockHeld, Poisoned, Refused, SubmitError
@@ -142,7 +144,7 @@ class KVManager:
             raise LockHeld("a verb was called under the state lock of its manager; release it first")
         with self._lock:
             if self._dead is not None and not (self._closed and verb in _ENDINGS):
-                return self._dead
+                return self._named(self._dead)
             result = transition(self._state, *args)
             if self._watched:
                 self._watch(verb, args, result)
@@ -150,8 +152,11 @@ class KVManager:
         if emitted:
             self._drain()
             if self._dead is not None and not self._closed:
-                return self._dead
-        return result
+                return self._named(self._dead)
+        return self._named(result) if isinstance(result, Refusal) else result
+
+    def _named(self, refusal: Refusal) -> Refusal:
+        return attrs.evolve(refusal, manager=self.geometry.name)
 
     def _watch(self, verb: str, args: tuple[Any, ...], result: Any) -> None:
         if self._trace is not None:
@@ -182,7 +187,6 @@ class KVManager:
                 if self.transport is None:
                     raise SubmitError("this manager has no transport")
                 self.transport.start(op)
-                self._started(op.fetch)
         except SubmitError as error:
             if isinstance(op, (StepEnd, FetchEnd)):
                 self._poison(error)
@@ -197,6 +201,9 @@ class KVManager:
             # Interrupted: nobody knows whether the op was submitted, and the ops behind it were not.
             self._poison(error)
             raise
+        else:
+            if isinstance(op, FetchBegin):
+                self._started(op.fetch)
 
     def _started(self, fetch: Fetch) -> None:
         """Note that the transport knows a fetch: only now can it be told of a cancel, perhaps asked for already."""
@@ -280,7 +287,18 @@ class KVManager:
         return left
 
     def commit(self, lease: Lease, accepted: Sequence[int] | None = None) -> Committed | Refusal:
-        """Commit a launched step; `accepted` per segment when not everything counts."""
+        """Commit a launched step: lengths and tables change here. Void segments are dropped, and reported.
+
+        Parameters
+        ----------
+        accepted
+            Tokens stored per segment, padding included; None: all of them.
+
+        Raises
+        ------
+        AcceptedMismatch
+            When `accepted` does not fit the step; nothing was changed.
+        """
         return self._locked("commit", step.commit, lease, accepted)
 
     def abort(self, lease: Lease) -> Aborted | Refusal:
@@ -290,12 +308,15 @@ class KVManager:
     # -- offload and reload
 
     def claim_offload(self, request: str, discard_in_flight: bool = False) -> OffloadClaim | Refusal:
-        """Claim a request for offload; its copy has been submitted when this returns. End it by commit or abandon."""
+        """Claim a request for offload; its copy was submitted, or failed (`claim.failure`), when this returns.
+
+        End it by `commit_claim` or `abandon`; `offload` does both.
+        """
         self.poll()
         return self._locked("claim_offload", offload.claim_offload, request, discard_in_flight, self._clock())
 
     def claim_reload(self, request: str, extra: Step | None = None) -> ReloadClaim | Refusal:
-        """Claim a request for reload with room for its next step; its copy has been submitted when this returns."""
+        """Claim a request for reload, with the pages that the step `extra` will ask for on it; see `claim_offload`."""
         self.poll()
         return self._locked("claim_reload", reload.claim_reload, request, extra, self._clock())
 
@@ -328,13 +349,24 @@ class KVManager:
         return Abandoned(stream.request.id, orphaned, pending=claim.open)
 
     def offload(self, request: str, discard_in_flight: bool = False) -> Offloaded | Abandoned | Refusal:
-        """Offload a request: claim, copy, commit. Whatever fails, the claim has ended when this returns."""
+        """Offload a request: claim, copy, commit. Whatever fails, the claim has ended when this returns.
+
+        Raises
+        ------
+        LockHeld
+            When the calling thread holds a lock of the manager.
+        Poisoned
+            When the device fails; then nothing ends any more.
+        """
         self._unlocked()
         claim = self.claim_offload(request, discard_in_flight)
         return claim if isinstance(claim, Refusal) else self._finish(claim)
 
     def reload(self, request: str, extra: Step | None = None) -> Reloaded | Abandoned | Refusal:
-        """Reload a request: claim, copy, commit. Whatever fails, the claim has ended when this returns."""
+        """Reload a request: claim, copy, commit, with room for the step `extra`. Raises as `offload` does.
+
+        Whatever fails, the claim has ended when this returns.
+        """
         self._unlocked()
         claim = self.claim_reload(request, extra)
         return claim if isinstance(claim, Refusal) else self._finish(claim)
@@ -345,6 +377,11 @@ class KVManager:
         finally:
             if claim.open:
                 self.abandon(claim)
+
+    def is_offloaded(self, request: str) -> bool:
+        """Tell whether a request is off the device, from claim_offload until a reload commits: a gate for admission."""
+        with self._lock:
+            return offload.is_offloaded(self._state, request)
 
     def reclaimable(self, request: str) -> int:
         """Return the device pages that an offload of `request` would free now."""
@@ -361,10 +398,21 @@ class KVManager:
 
     # -- publish and retrieve
 
-    def publish(self, request: str) -> Publication | None:
-        """Say what other workers may read of `request`: bytes the host has seen complete. None when it is unknown."""
+    def publish(self, request: str) -> Publication | Refusal | None:
+        """Say what other workers may read of `request`: bytes the host has seen complete. None when it is unknown.
+
+        Raises
+        ------
+        LockHeld
+            When the calling thread holds a lock of the manager.
+        Poisoned
+            When the device fails while this waits.
+        """
         self._unlocked()
         self.poll()
+        with self._lock:
+            if self._dead is not None:
+                return self._named(self._dead)
         noted = self.snapshot(request)
         if noted is None:
             return None
@@ -399,6 +447,8 @@ class KVManager:
         """Say whether the needed labels are ready, pending or failed."""
         self.poll()
         with self._lock:
+            if self._dead is not None:
+                return self._named(self._dead)
             return retrieve.readiness(self._state, request, labels)
 
     def cancel_retrieve(self, request: str, labels: Sequence[str] | None = None) -> tuple[Fetch, ...] | Refusal:

@@ -21,16 +21,26 @@ class Kind(enum.Enum):
     AFTER_LEASE = "retry after the open step has ended"
     AFTER_CLAIM = "retry after the claim has ended"
     AFTER_PLAN = "plan again, or abort"
+    AFTER_LAUNCH = "launch the step first"
     TERMINAL = "do not retry"
 
 
 @attrs.frozen(kw_only=True)
 class Refusal:
-    """Base: the request and label refused (empty when the refusal is about no request)."""
+    """Base: the request and label refused; the label is empty where the verb is about the whole request.
 
-    kind: ClassVar[Kind] = Kind.TERMINAL
+    `manager` is the name of the geometry whose manager refused, for messages; it takes no part in comparisons.
+    """
+
+    default_kind: ClassVar[Kind] = Kind.TERMINAL
     request: str = ""
     label: str = ""
+    manager: str = attrs.field(default="", eq=False, repr=False)
+
+    @property
+    def kind(self) -> Kind:
+        """When to try again."""
+        return self.default_kind
 
     @property
     def reason(self) -> str:
@@ -39,7 +49,8 @@ class Refusal:
 
     def __str__(self) -> str:
         who = "/".join(part for part in (self.request, self.label) if part)
-        return f"{type(self).__name__}{f' ({who})' if who else ''}: {self.reason}; {self.kind.value}"
+        name = f"{self.manager}: " if self.manager else ""
+        return f"{name}{type(self).__name__}{f' ({who})' if who else ''}: {self.reason}; {self.kind.value}"
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +67,7 @@ class ConfigConflict(Refusal):
 class PagesExhausted(Refusal):
     """Too few device pages are free: `short` = pages wanted − available, whole step, per group."""
 
-    kind = Kind.AFTER_EVICTION
+    default_kind = Kind.AFTER_EVICTION
     short: tuple[int, ...]
 
     @property
@@ -68,7 +79,7 @@ class PagesExhausted(Refusal):
 class HostExhausted(Refusal):
     """Too few host pages are free: `short` per group."""
 
-    kind = Kind.AFTER_EVICTION
+    default_kind = Kind.AFTER_EVICTION
     short: tuple[int, ...]
 
     @property
@@ -78,14 +89,14 @@ class HostExhausted(Refusal):
 
 @attrs.frozen(kw_only=True)
 class TooLarge(Refusal):
-    """What this request asks for can never fit: `wanted` pages, no sharing counted, of `capacity`."""
+    """What this request asks for can never fit: `wanted` distinct pages of `capacity`."""
 
     wanted: int
     capacity: int
 
     @property
     def reason(self) -> str:
-        return f"it asks for {self.wanted} pages (no sharing counted) and the pool has {self.capacity}"
+        return f"it asks for {self.wanted} distinct pages and the pool has {self.capacity}"
 
 
 @attrs.frozen(kw_only=True)
@@ -97,7 +108,7 @@ class NoHostPool(Refusal):
 class StreamNotOnDevice(Refusal):
     """The request is `residency`, not on the device."""
 
-    kind = Kind.AFTER_RELOAD
+    default_kind = Kind.AFTER_RELOAD
     residency: str
 
     @property
@@ -109,8 +120,13 @@ class StreamNotOnDevice(Refusal):
 class NotOnHost(Refusal):
     """There is nothing to reload: the request is `residency`."""
 
-    kind = Kind.AFTER_CLAIM
+    default_kind = Kind.AFTER_CLAIM
     residency: str
+
+    @property
+    def kind(self) -> Kind:
+        waits = {"Fetching": Kind.WHEN_LANDED, "OnDevice": Kind.TERMINAL, "FetchFailed": Kind.TERMINAL}
+        return waits.get(self.residency, self.default_kind)
 
     @property
     def reason(self) -> str:
@@ -121,21 +137,21 @@ class NotOnHost(Refusal):
 class StreamBusy(Refusal):
     """An open step names a stream of this request."""
 
-    kind = Kind.AFTER_LEASE
+    default_kind = Kind.AFTER_LEASE
 
 
 @attrs.frozen(kw_only=True)
 class ForkPending(Refusal):
     """The stream is the target of a post-fork that has not been committed."""
 
-    kind = Kind.AFTER_LEASE
+    default_kind = Kind.AFTER_LEASE
 
 
 @attrs.frozen(kw_only=True)
 class FetchPending(Refusal):
     """A fetch into this stream has not ended."""
 
-    kind = Kind.WHEN_LANDED
+    default_kind = Kind.WHEN_LANDED
 
 
 @attrs.frozen(kw_only=True)
@@ -153,7 +169,7 @@ class FetchFailed(Refusal):
 class OnRemoteHost(Refusal):
     """The publisher has offloaded this stream: nothing to read until it reloads and publishes again."""
 
-    kind = Kind.AFTER_RELOAD
+    default_kind = Kind.AFTER_RELOAD
 
 
 @attrs.frozen(kw_only=True)
@@ -177,14 +193,20 @@ class LayoutMismatch(Refusal):
 class StalePlan(Refusal):
     """Segments of the plan will not count: `void` are their places. Planning again sends them to the sink."""
 
-    kind = Kind.AFTER_PLAN
+    default_kind = Kind.AFTER_PLAN
     void: tuple[int, ...] = ()
     ended: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.TERMINAL if self.ended else self.default_kind
 
     @property
     def reason(self) -> str:
         if self.ended:
             return "the lease has ended, or a newer plan replaced this one"
+        if not self.void:
+            return "a stream that the step names has changed; planning again leaves it out"
         return f"segments {', '.join(map(str, self.void))} are void; planning again sends them to the sink"
 
 
@@ -192,7 +214,7 @@ class StalePlan(Refusal):
 class NotLaunched(Refusal):
     """The step's launch has not exited; commit follows launch."""
 
-    kind = Kind.AFTER_LEASE
+    default_kind = Kind.AFTER_LAUNCH
 
 
 @attrs.frozen(kw_only=True)
@@ -204,7 +226,7 @@ class AlreadyLaunched(Refusal):
 class OutOfOrder(Refusal):
     """An older lease on the same stream comes first."""
 
-    kind = Kind.AFTER_LEASE
+    default_kind = Kind.AFTER_LEASE
 
 
 @attrs.frozen(kw_only=True)

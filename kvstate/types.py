@@ -48,8 +48,18 @@ def _labels_by_key(values: Mapping[Any, Iterable[str]]) -> dict[Any, tuple[str, 
     return {key: _names(labels) for key, labels in dict(values).items()}
 
 
+def _labels_by_walk(values: Mapping[Any, Iterable[str]]) -> dict[Any, tuple[str, ...]]:
+    for key in values:
+        if not isinstance(key, tuple) or len(key) != 2:
+            raise ValueError(f"walk_labels are keyed by (node, walk), got {key!r}")
+    return _labels_by_key(values)
+
+
 def _plan_labels(values: Mapping[Iterable[str], str]) -> dict[tuple[str, ...], str]:
-    return {_names(labels): plan_label for labels, plan_label in dict(values).items()}
+    combined = {_names(labels): plan_label for labels, plan_label in dict(values).items()}
+    if () in combined:
+        raise ValueError(f"plan label {combined[()]!r} combines no label; leave it out")
+    return combined
 
 
 @attrs.frozen
@@ -166,7 +176,7 @@ class RequestConfig:
 
     labels: tuple[str, ...] = attrs.field(default=(MAIN,), converter=_names)
     node_labels: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_key)
-    walk_labels: Mapping[tuple[str, str], tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_key)
+    walk_labels: Mapping[tuple[str, str], tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_walk)
     retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=_policies)
     offload_priority: int = attrs.field(default=0, validator=_whole)
 
@@ -181,7 +191,7 @@ class RequestConfig:
             return self.walk_labels[node, walk]
         if node is not None and node in self.node_labels:
             return self.node_labels[node]
-        return self.labels
+        return self.labels or (MAIN,)
 
 
 @attrs.frozen

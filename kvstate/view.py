@@ -1,7 +1,7 @@
 """The view: everything a state holds, as one immutable value.
 
-Promises, explorers, debug mode and refinement read it; two states with equal views behave alike. What a lease's owner
-was told about void rows, and ops not yet handed to the backend, are no part of it.
+Promises, debug mode, digests and refinement read it. Left out is what says nothing of pages and contents: what a
+lease's owner was told about void rows, what a step would fork or retain when it commits, ops not yet handed on.
 """
 
 from __future__ import annotations

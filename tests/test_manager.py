@@ -295,14 +295,14 @@ def _stale_plan() -> Prepared:
     return rig, lambda: rig.manager.launch_enter(plan)
 
 
-@refused(refusals.NotLaunched, "")
+@refused(refusals.NotLaunched, "r/main")
 def _not_launched() -> Prepared:
     rig = Rig()
     lease, _ = rig.staged(Segment("r"))
     return rig, lambda: rig.manager.commit(lease)
 
 
-@refused(refusals.AlreadyLaunched, "")
+@refused(refusals.AlreadyLaunched, "r/main")
 def _already_launched() -> Prepared:
     rig = Rig()
     lease = rig.launched(Segment("r"))
@@ -317,7 +317,7 @@ def _out_of_order() -> Prepared:
     return rig, lambda: rig.manager.launch_enter(plan)
 
 
-@refused(refusals.LeaseEnded, "")
+@refused(refusals.LeaseEnded, "r/main")
 def _lease_ended() -> Prepared:
     rig = Rig()
     lease = rig.run(Segment("r")).lease
@@ -369,7 +369,7 @@ def test_a_refused_verb_changes_nothing_and_says_who_why_and_when(
     assert type(refusal) is cls
     assert rig.manager.view() == before
     said = str(refusal)
-    assert said.startswith(f"{cls.__name__} ({name}): " if name else f"{cls.__name__}: ")
+    assert said.startswith(f"kv: {cls.__name__} ({name}): " if name else f"kv: {cls.__name__}: ")
     assert refusal.reason in said and said.endswith(refusal.kind.value)
 
 
@@ -688,10 +688,11 @@ def test_any_other_exception_of_the_backend_poisons_the_manager() -> None:
         rig.manager.reload("r"),
         rig.manager.claim_retrieve("s", None),
         rig.manager.cancel_retrieve("s"),
+        rig.manager.publish("r"),
+        rig.manager.readiness("r"),
     ):
         assert isinstance(answer, ManagerPoisoned)
         assert "illegal memory access" in str(answer)
-    assert rig.manager.publish("r") is None
 
 
 @pytest.mark.parametrize("kind", [StepEnd, FetchEnd])
@@ -732,7 +733,7 @@ def test_a_poisoned_manager_can_be_closed() -> None:
     with pytest.raises(Poisoned):
         rig.manager.offload("r")
     rig.manager.close()
-    assert isinstance(rig.manager.ingest("t"), ManagerClosed)
+    assert isinstance(rig.manager.ingest("t"), ManagerPoisoned), "why it cannot be used is not forgotten"
 
 
 # -- the locks
@@ -887,7 +888,7 @@ def test_close_refuses_everything_afterwards_and_twice_is_harmless() -> None:
         rig.manager.close()
         assert isinstance(rig.manager.admit(Step([Segment("r")])), ManagerClosed)
         assert isinstance(rig.manager.offload("r"), ManagerClosed)
-        assert rig.manager.publish("r") is None
+        assert isinstance(rig.manager.publish("r"), ManagerClosed)
         rig.manager.clear()
     assert rig.manager.pages_free() == {"device": (8,), "host": (8,)}
 

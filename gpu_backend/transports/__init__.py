@@ -3,7 +3,7 @@
 from gpu_backend.transports.fetches import Faults, FetchTransport, PeerLost, unique_address
 from gpu_backend.transports.in_process import InProcessTransport, Network
 from gpu_backend.transports.pages import Pages
-from gpu_backend.transports.shared_memory import Publisher, SharedMemory, SharedMemoryTransport
+from gpu_backend.transports.shared_memory import Publisher, SharedMemory, SharedMemoryTransport, share
 
 __all__ = [
     "Faults",
@@ -15,5 +15,6 @@ __all__ = [
     "Publisher",
     "SharedMemory",
     "SharedMemoryTransport",
+    "share",
     "unique_address",
 ]

@@ -21,6 +21,7 @@ import fcntl
 import json
 import mmap
 import os
+import select
 import selectors
 import socket
 import struct
@@ -31,6 +32,7 @@ from typing import Any, Self
 
 import torch
 
+from gpu_backend.device_cache import DeviceCache, paged
 from gpu_backend.transports.fetches import EpochHolds, Faults, FetchTransport, PeerLost
 from gpu_backend.transports.pages import Pages
 from kvstate.ordering import Clock
@@ -88,6 +90,22 @@ def _map(fd: int, size_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
 
 
+def share(cache: DeviceCache) -> SharedMemory:
+    """Put a cache into shared memory. Its content is lost, so do it before the first step.
+
+    Raises
+    ------
+    ValueError
+        When the cache is not in the memory of this machine's CPU.
+    """
+    if not cache.bytes.is_cpu:
+        raise ValueError(f"{cache.layout.name}: shared memory takes a cache on device 'cpu', not {cache.bytes.device}")
+    memory = SharedMemory(cache.bytes.numel())
+    cache.bytes = memory.bytes.view(cache.bytes.shape)
+    cache.storage = paged(cache.bytes, cache.layout)
+    return memory
+
+
 class Publisher:
     """Hands the pages of this process to others and answers their questions, in a thread. Close it, or use ``with``.
 
@@ -96,7 +114,7 @@ class Publisher:
     address
         Unique for this life of the process, see ``unique_address``; the manager's.
     memory
-        Where the pages lie.
+        What `share` gave for the cache.
     pages
         Of the cache.
     holds
@@ -208,6 +226,11 @@ class _Far:
         except BaseException:
             self._connection.close()
             raise
+        # A socket that is shut down by another thread does not wake the one that waits on it.
+        self._interrupt, self._interrupted = socket.socketpair()
+        self._news = select.poll()
+        self._news.register(self._connection, select.POLLIN)
+        self._news.register(self._interrupted, select.POLLIN)
 
     def open(self) -> Pages:
         """Map the memory that the publisher hands over."""
@@ -225,12 +248,15 @@ class _Far:
         return self._pages
 
     def _receive(self, fds: int = 0) -> tuple[dict[str, Any], list[int]]:
-        try:
-            text, handed, _, _ = socket.recv_fds(self._connection, _MESSAGE_BYTES_MAX, fds)
-        except TimeoutError as error:
+        news = self._news.poll(self._timeout_s * 1000)
+        if not news:
             raise PeerLost(
                 self._address, f"{self._address!r} did not answer within {self._timeout_s} s; it hangs or was stopped"
-            ) from error
+            )
+        if any(fd == self._interrupted.fileno() for fd, _ in news):
+            raise PeerLost(self._address, f"nobody waits for {self._address!r} any more")
+        try:
+            text, handed, _, _ = socket.recv_fds(self._connection, _MESSAGE_BYTES_MAX, fds)
         except OSError as error:
             raise self._gone() from error
         if not text:
@@ -244,13 +270,8 @@ class _Far:
         )
 
     def check(self) -> None:
-        try:
-            ended = self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return
-        except OSError:
-            ended = True
-        if ended:
+        # A publisher says nothing that it was not asked: news are its end, or a cancel.
+        if self._news.poll(0):
             raise self._gone()
 
     def holds(self, incarnation: int, label: str, epoch: int) -> bool:
@@ -265,11 +286,12 @@ class _Far:
         return answer["holds"] is True
 
     def interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # closed already, here or there
-            self._connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # closed already
+            self._interrupt.send(b"x")
 
     def close(self) -> None:
-        self._connection.close()
+        for end in (self._connection, self._interrupt, self._interrupted):
+            end.close()
         self._pages = None
 
 

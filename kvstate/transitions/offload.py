@@ -8,7 +8,7 @@ from kvstate.ops import CopyOut, PageCopies
 from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
 from kvstate.refusals import HostExhausted, NoHostPool, Refusal, StreamNotOnDevice
 from kvstate.state import OffloadClaim, Offloading, OnDevice, OnHost, Part, State, Table
-from kvstate.transitions.claim import end_claim, ended, fetch_in_the_way, known, lease_in_the_way, not_committable
+from kvstate.transitions.claim import away, end_claim, ended, fetch_in_the_way, known, lease_in_the_way, not_committable
 from kvstate.transitions.leaving import content_pages, empty, forget, leave_claim, void_from
 
 
@@ -180,10 +180,15 @@ def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
 def reclaimable(state: State, request: str) -> int:
     """Return the device pages that an offload of `request` would free now; 0 when it would be refused or is unknown.
 
-    Host space aside: that may change before the claim.
+    How full the host pool is does not matter here: that may change before the claim.
     """
     found = state.requests.get(request)
-    if found is None or fetch_in_the_way(found) is not None or lease_in_the_way(found) is not None:
+    if (
+        found is None
+        or not state.geometry.host_pages
+        or fetch_in_the_way(found) is not None
+        or lease_in_the_way(found) is not None
+    ):
         return 0
     total = 0
     for group, pool in enumerate(state.device.pools):
@@ -196,3 +201,9 @@ def reclaimable(state: State, request: str) -> int:
                     mine[page] = mine.get(page, 0) + 1
         total += sum(1 for page, count in mine.items() if pool.owners[page] == count)
     return total
+
+
+def is_offloaded(state: State, request: str) -> bool:
+    """Tell whether `request` is off the device: from its claim until that is abandoned, or a reload commits."""
+    found = state.requests.get(request)
+    return found is not None and away(found) is not None

@@ -117,7 +117,7 @@ def claim_retrieve(
     if short is not None:
         whole = sum(-(-record.length // state.page_size) for _, record, _, _ in plans)
         if whole > state.geometry.pages:
-            return TooLarge(request=request, wanted=whole, capacity=state.geometry.pages)
+            return TooLarge(request=request, label=plans[0][0], wanted=whole, capacity=state.geometry.pages)
         return PagesExhausted(request=request, label=plans[0][0], short=short)
     # Effect.
     fetches = []

@@ -188,10 +188,10 @@ def plan(state: State, lease: Lease) -> Plan | Refusal:
     """
     # Guard.
     if not lease.open:
-        return StalePlan(ended=True)
+        return _outdated(lease)
     state.own(lease)
     if lease.status in (Status.ENTERED, Status.LAUNCHED):
-        return AlreadyLaunched()
+        return AlreadyLaunched(**_who(lease))
     if lease.void > lease.told:
         return _stale(lease)
     # Effect.
@@ -204,11 +204,22 @@ def plan(state: State, lease: Lease) -> Plan | Refusal:
 def _stale(lease: Lease) -> StalePlan:
     """Say which segments are void. That the caller was told is remembered: it is no part of the cache's state."""
     lease.told = lease.void
-    void = lease.void_places()
-    segment = lease.step.segments[void[0]] if void else None
-    return StalePlan(
-        request=segment.request or "" if segment else "", label=segment.label if segment else "", void=void
-    )
+    first = next(row.stream for row in lease.rows if row.void)
+    return StalePlan(request=first.request.id, label=first.label, void=lease.void_places())
+
+
+def _outdated(lease: Lease) -> StalePlan:
+    """Say that a plan's lease has ended, or that a newer plan replaced it."""
+    who = _who(lease)
+    return StalePlan(request=who["request"], label=who["label"], ended=True)
+
+
+def _who(lease: Lease) -> dict[str, str]:
+    """Return the first stream that a lease names, for a refusal of the whole lease."""
+    if not lease.rows:
+        return {"request": "", "label": ""}
+    first = lease.rows[0].stream
+    return {"request": first.request.id, "label": first.label}
 
 
 def launch_enter(state: State, planned: Plan) -> StepBegin | Refusal:
@@ -219,12 +230,12 @@ def launch_enter(state: State, planned: Plan) -> StepBegin | Refusal:
     # Guard.
     lease = planned.lease
     if not lease.open:
-        return StalePlan(ended=True)
+        return _outdated(lease)
     state.own(lease)
     if lease.status in (Status.ENTERED, Status.LAUNCHED):
-        return AlreadyLaunched()
+        return AlreadyLaunched(**_who(lease))
     if lease.plan is not planned:
-        return StalePlan(ended=True)
+        return _outdated(lease)
     if lease.void != planned.void:
         return _stale(lease)
     after: Clock = NOTHING
@@ -273,10 +284,10 @@ def launch_exit(state: State, lease: Lease) -> StepEnd | Aborted | Refusal:
     """
     # Guard.
     if not lease.open:
-        return LeaseEnded()
+        return LeaseEnded(**_who(lease))
     state.own(lease)
     if lease.status is not Status.ENTERED:
-        return NotLaunched()
+        return NotLaunched(**_who(lease))
     assert lease.plan is not None and lease.began is not None
     # Effect.
     lease.number = state.number()
@@ -302,12 +313,12 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
     """
     # Guard.
     if not lease.open:
-        return LeaseEnded()
+        return LeaseEnded(**_who(lease))
     state.own(lease)
     if lease.status is not Status.LAUNCHED:
-        return NotLaunched()
+        return NotLaunched(**_who(lease))
     if lease.failure is not None:
-        return CopyFailed(error=lease.failure)
+        return CopyFailed(**_who(lease), error=lease.failure)
     rows = lease.rows
     for row in rows:
         if not row.void and row.stream.rows[0] is not row:
@@ -456,7 +467,7 @@ def abort(state: State, lease: Lease) -> Aborted | Refusal:
     """
     # Guard.
     if not lease.open:
-        return LeaseEnded()
+        return LeaseEnded(**_who(lease))
     state.own(lease)
     # Effect.
     if lease.status is Status.ENTERED:

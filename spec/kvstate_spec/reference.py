@@ -640,7 +640,7 @@ class Reference:
 
     def reclaimable(self, request: str) -> int:
         """Return the device pages that only this request's streams own; 0 where it could not be offloaded as it is."""
-        if request not in self.requests:
+        if request not in self.requests or not self.geometry.host_pages:
             return 0
         mine = list(self.requests[request].streams.values())
         if any(s.residency != ON_DEVICE or s.counting() for s in mine):

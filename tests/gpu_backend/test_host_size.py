@@ -332,6 +332,13 @@ def test_a_container_that_sees_its_own_group_as_the_mount_is_limited_by_it(machi
     assert machine.headroom() == 3 * GIB
 
 
+def test_a_group_outside_of_the_mount_is_not_looked_for(machine: Machine) -> None:
+    machine.member("4:memory:/../../outside")
+    machine.v1("", 8 * GIB, usage=5 * GIB)
+    machine.write("sys/fs/outside/memory.limit_in_bytes", GIB)
+    assert machine.headroom() == 3 * GIB
+
+
 def test_a_process_without_proc_is_limited_by_the_mount(machine: Machine) -> None:
     machine.v2("", 8 * GIB, usage=5 * GIB)
     assert machine.headroom() == 3 * GIB

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from gpu_backend.host_size import HostPoolWarning
-from gpu_backend.ranks import NotDistributed, RanksDiverge, agree_pages, validate_ranks
+from gpu_backend.ranks import NotDistributed, RanksDiverge, _divergence, agree_pages, validate_ranks
 from kvstate import Geometry, Group, KVManager, Segment, Step
 from kvstate.ops import Plan
 from kvstate.state import Lease
@@ -375,3 +375,9 @@ def test_a_divergence_carries_its_field_and_values() -> None:
         "ranks diverge in pages_free.host[0]: 8 on ranks 0, 2, 5; 7 on rank 1; "
         "the ranks took different decisions; give each the same verbs in the same order, and let all of it end"
     )
+
+
+def test_a_field_that_only_some_ranks_have_is_a_divergence() -> None:
+    error = _divergence({0: {"error": "none"}, 1: {"error": "none", "pages_free.device[1]": "8"}})
+    assert error is not None
+    assert (error.field, error.values) == ("pages_free.device[1]", {0: "absent", 1: "8"})
