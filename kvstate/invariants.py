@@ -150,6 +150,21 @@ def nothing_writes_a_sealed_or_shared_page(view: StateView) -> str | None:
 
 
 @always
+def full_pages_are_sealed(view: StateView) -> str | None:
+    """A device page that a stream on the device has filled with tokens is sealed, and a free page is not."""
+    for group, pool in enumerate(view.device):
+        for stream in view.streams:
+            if stream.residency in ("OnDevice", "Fetching", "FetchFailed"):
+                for page in _of(stream.device, group)[: stream.length // view.page_size]:
+                    if page < len(pool.sealed) and not pool.sealed[page]:
+                        return f"page {page} of {stream.request}/{stream.label} is full and not sealed"
+        for page in pool.free:
+            if page < len(pool.sealed) and pool.sealed[page]:
+                return f"page {page} is free and sealed"
+    return None
+
+
+@always
 def tables_cover_lengths(view: StateView) -> str | None:
     """The table of a stream, and of an open step's row that counts, has a page for every token it stores."""
     for stream in view.streams:
@@ -274,10 +289,12 @@ def generations_rise(before: StateView, now: StateView, verb: str) -> str | None
 
 @change
 def epochs_rise_before_pages_leave(before: StateView, now: StateView, verb: str) -> str | None:
-    """When a page that held content leaves a stream on the device, the stream's epoch has risen."""
+    """When a page that held content leaves a stream on the device, or its offload, the stream's epoch has risen."""
+    parts = {(claim.serial, part.label): part for claim in before.claims for part in claim.parts}
     for was, stream in _same_streams(before, now):
         pages = -(-was.length // now.page_size)
-        for group, table in enumerate(was.device):
+        part = parts.get((was.holder, was.label)) if was.residency == "Offloading" else None
+        for group, table in enumerate(was.device if part is None else part.device):
             here = set(_of(stream.device, group)[: -(-stream.length // now.page_size)])
             moved = stream.residency in ("OnDevice", "Fetching", "FetchFailed", "OnHost")
             if moved and set(table[:pages]) - here and stream.epoch == was.epoch:

@@ -7,10 +7,11 @@ from typing import Any
 
 import attrs
 import pytest
+from hypothesis import Phase, settings
 
 from kvstate.arena import Pool
 from kvstate.ordering import NOTHING, Clock
-from kvstate.testing import checker, program, sometimes, walk
+from kvstate.testing import checker, fuzz, program, sometimes, walk
 from kvstate.testing.checker import CheckerDied, Found, Report, check, job
 from kvstate.testing.walk import Tally
 from kvstate.testing.world import Sizes, Violation
@@ -106,6 +107,8 @@ def test_a_broken_core_is_met_shrunk_and_reproduced(
 
 
 def test_a_job_stops_at_the_first_violation_and_runs_no_further_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = fuzz.profile
+    monkeypatch.setattr(fuzz, "profile", lambda examples: settings(profile(examples), phases=(Phase.generate,)))
     greedy_retention(monkeypatch)
     tallies, found = job(1, 120.0, ("fuzz", "walk"))
     assert found is not None and found.layer == "fuzz"

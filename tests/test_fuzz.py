@@ -1,12 +1,17 @@
 """The fuzz: hypothesis writes programs of the alphabet, everything is checked after each call, and violations are short."""
 
-import pytest
+from collections.abc import Callable, Iterable
 
-from kvstate.testing import fuzz, program, walk
+import pytest
+from hypothesis import Phase, settings
+
+from kvstate.arena import Pool
+from kvstate.testing import fuzz, program
+from kvstate.testing.alphabet import LETTERS
 from kvstate.testing.fuzz import machine, run_once
 from kvstate.testing.walk import SIZES, Tally
 from kvstate.testing.world import Sizes, Violation
-from kvstate.transitions import retention, retrieve
+from kvstate.transitions import retention
 from kvstate.types import RetentionPolicy
 
 IDS = [f"{sizes.pages}+{sizes.host_pages} pages of {sizes.page_size}, {sizes.subject}" for sizes in SIZES]
@@ -35,7 +40,19 @@ def test_the_same_seed_writes_the_same_programs() -> None:
     assert one.accepted != other.accepted
 
 
-def _greedy_retention(patch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unshrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let hypothesis find and not shrink: it takes minutes for what `program.shrink` does in a second."""
+    profile = fuzz.profile
+
+    def quick(examples: int, steps: int = fuzz.STEPS) -> settings:
+        return settings(profile(examples, steps), phases=(Phase.generate,))
+
+    monkeypatch.setattr(fuzz, "profile", quick)
+
+
+def greedy_retention(patch: pytest.MonkeyPatch) -> None:
+    """Let retention take a page too many."""
     healthy = retention.pages_outside
 
     def greedy(length: int, policy: RetentionPolicy, page_size: int) -> tuple[int, int]:
@@ -45,34 +62,33 @@ def _greedy_retention(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(retention, "pages_outside", greedy)
 
 
-def _failed_offload_commits(patch: pytest.MonkeyPatch) -> None:
-    from kvstate.transitions import claim, offload, reload
+def uncounted_sharing(patch: pytest.MonkeyPatch) -> None:
+    """Let a shared page have one owner."""
 
-    def committable(claimed: object) -> None:
-        return None
+    def share(self: Pool, pages: Iterable[int]) -> None:
+        for _ in pages:
+            pass
 
-    for module in (claim, offload, reload):
-        patch.setattr(module, "committable", committable)
+    patch.setattr(Pool, "share", share)
 
 
-@pytest.mark.parametrize("break_core", [_greedy_retention, _failed_offload_commits])
+@pytest.mark.parametrize(("break_core", "witness"), [(greedy_retention, "oracle"), (uncounted_sharing, "promise")])
 def test_a_broken_core_is_met_and_the_program_that_shows_it_is_short(
-    monkeypatch: pytest.MonkeyPatch, break_core: object
+    monkeypatch: pytest.MonkeyPatch, unshrunk: None, break_core: Callable[[pytest.MonkeyPatch], None], witness: str
 ) -> None:
-    assert callable(break_core)
     with monkeypatch.context() as patch:
         break_core(patch)
-        violation = run_once(SIZES[0], 1, 400)
-        assert isinstance(violation, Violation)
-        shortest = program.shrink(SIZES[0], violation.program, violation.witness)
+        violation = run_once(SIZES[0], 3, 400)
+        assert isinstance(violation, Violation) and violation.witness == witness
+        shortest = program.shrink(SIZES[0], violation.program, witness)
         assert len(shortest) <= 12, program.text(shortest)
-        _, again = program.run(SIZES[0], violation.program)
-        assert again is not None and again.witness == violation.witness
-    assert program.run(SIZES[0], violation.program)[1] is None
+        _, again = program.run(SIZES[0], shortest)
+        assert again is not None and again.witness == witness
+    assert program.run(SIZES[0], shortest)[1] is None
 
 
-def test_a_fuzz_says_in_which_world_it_met_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    _greedy_retention(monkeypatch)
+def test_a_fuzz_says_in_which_world_it_met_a_violation(monkeypatch: pytest.MonkeyPatch, unshrunk: None) -> None:
+    uncounted_sharing(monkeypatch)
     tally = Tally("fuzz")
     met = fuzz.fuzz(2, 120.0, tally)
     assert met is not None
@@ -89,16 +105,9 @@ def test_a_fuzz_without_time_runs_nothing() -> None:
 
 
 def test_every_verb_of_both_nodes_is_a_rule() -> None:
-    rules = {rule.function.__name__ for rule in machine(SIZES[0]).rules()}
-    assert {f"{node}_{letter.verb}" for node in "ab" for letter in walk.ALPHABET} <= rules
-    assert {f"{node}_advance{i}" for node in "ab" for i in range(fuzz.ADVANCES)} <= rules
-
-
-def test_what_a_program_leaves_open_is_ended_and_must_then_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    healthy = retrieve.failed
-
-    def leaking(state: object, fetch: object, error: str) -> object:
-        return healthy(state, fetch, error)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(retrieve, "failed", leaking)
-    assert run_once(SIZES[0], 5, 3) is None
+    rules = {name for name, value in vars(machine(SIZES[0])).items() if hasattr(value, "hypothesis_stateful_rule")}
+    assert rules == {
+        f"{node}_{verb}"
+        for node in ("a", "b")
+        for verb in [*LETTERS, *(f"advance{copy}" for copy in range(fuzz.ADVANCES))]
+    }

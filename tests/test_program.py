@@ -207,9 +207,10 @@ def test_shrinking_leaves_out_what_it_does_not_take_and_makes_the_rest_simpler(b
     )
     _, again = program.run(SIZES, shortest)
     assert again is not None and again.witness == violation.witness
-    for place in range(len(shortest)):
+    for place, call in enumerate(shortest):
         _, other = program.run(SIZES, [*shortest[:place], *shortest[place + 1 :]])
-        assert other is None or other.witness != violation.witness, "every call that is left is needed"
+        # The model runs at the end of a launch if it has not run before.
+        assert other is None or other.witness != violation.witness or call.verb == "run"
 
 
 def test_shrinking_stops_after_so_many_tries(broken: Callable[[], None]) -> None:

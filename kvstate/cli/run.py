@@ -57,11 +57,15 @@ REQUESTS = 300
 @click.option(
     "--no-judge", is_flag=True, help="Do not judge the edges between ops; contents are verified all the same."
 )
+@click.option("--layers", type=click.IntRange(1), help="Of a device with real bytes.  [default: 2]")
+@click.option("--kv-heads", type=click.IntRange(1), help="Of a device with real bytes.  [default: 2]")
+@click.option("--head-dim", type=click.IntRange(1), help="Of a device with real bytes.  [default: 8]")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the result here too.")
 def run(
     trace: Path | None, made_up: bool, seed: int | None, requests: int, device: str, pages: int | None,
     memory_fraction: float | None, host_pages: int | None, page_size: int, chunk: int, batch: int, threads: bool,
-    speed: float | None, no_judge: bool, json_file: Path | None,
+    speed: float | None, no_judge: bool, layers: int | None, kv_heads: int | None, head_dim: int | None,
+    json_file: Path | None,
 ) -> None:  # fmt: skip
     """Serve TRACE (Azure CSV or Mooncake JSONL), every token verified.
 
@@ -87,8 +91,8 @@ def run(
     )
     judge = None if no_judge else MeteredJudge(page_size, MemoryBackend.sinks_of(geometry))
     try:
-        backend = backends.find(device)(geometry, judge=judge)
-    except backends.BackendNotFound as error:
+        backend = backends.make(device, geometry, judge, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    except (backends.BackendNotFound, ValueError) as error:
         raise click.UsageError(str(error)) from error
     console = Console()
     settings = {

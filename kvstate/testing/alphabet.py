@@ -109,17 +109,19 @@ def _segments(node: Node, choose: Chooser) -> list[Segment]:
 
 
 def _forks(node: Node, choose: Chooser, percent: int) -> list[LabelFork | StreamFork]:
+    """Return up to three forks, of labels or of streams; they may chain."""
     forks: list[LabelFork | StreamFork] = []
     taken: set[StreamId | str] = set()
-    while len(forks) < 2 and chance(choose, percent):
-        if chance(choose, 60):
+    streams = chance(choose, 60)
+    while len(forks) < 3 and chance(choose, percent if not forks else 50):
+        if streams:
             source, target = _stream(node, choose), _stream(node, choose)
-            if source != target and target not in taken and not (taken & set(LABELS)):
+            if source != target and target not in taken:
                 taken.add(target)
                 forks.append(StreamFork(source, target))
         else:
             one, two = pick(choose, LABELS), pick(choose, LABELS)
-            if one != two and not taken:
+            if one != two and two not in taken:
                 taken.add(two)
                 forks.append(LabelFork(one, two))
     return forks
@@ -166,6 +168,8 @@ def _some_lease(node: Node, choose: Chooser, *statuses: Status) -> Lease:
 
 def _enter(node: Node, choose: Chooser) -> Any:
     plan = node.plan_of(_some_lease(node, choose, Status.PLANNED))
+    if chance(choose, 4):
+        plan = pick(choose, node.every_plan[-6:])
     return node.launch_enter(plan, fail=bool(plan.lease.forks) and chance(choose, 30))
 
 
@@ -178,10 +182,14 @@ def _publications(node: Node) -> list[Any]:
     return [publication for other in node.world.nodes.values() for publication in other.publications]
 
 
-def _publish(node: Node, choose: Chooser) -> Any:
-    """Publish a request that stores something, now and then any."""
+def _snapshot(node: Node, choose: Chooser) -> Any:
+    """Note a request that stores something, now and then any."""
     full = list(dict.fromkeys(s.request for s in node.now.streams if s.length))
-    return node.publish(pick(choose, full) if not chance(choose, 10) else pick(choose, REQUESTS))
+    return node.snapshot(pick(choose, full) if not chance(choose, 10) else pick(choose, REQUESTS))
+
+
+def _publish(node: Node, choose: Chooser) -> Any:
+    return node.publish(pick(choose, node.snapshots) if not chance(choose, 4) else pick(choose, node.every_snapshot))
 
 
 def _foreign(publication: Publication, choose: Chooser) -> Publication:
@@ -260,7 +268,8 @@ ALPHABET: tuple[Letter, ...] = (
     ),
     Letter("commit_claim", 18, lambda n: bool(n.claims), lambda n, c: n.commit_claim(_some_claim(n, c))),
     Letter("abandon", 5, lambda n: bool(n.claims), lambda n, c: n.abandon(_some_claim(n, c))),
-    Letter("publish", 7, lambda n: any(s.length for s in n.now.streams), _publish),
+    Letter("snapshot", 7, lambda n: any(s.length for s in n.now.streams), _snapshot),
+    Letter("publish", 12, lambda n: bool(n.snapshots), _publish),
     Letter("claim_retrieve", 14, lambda n: _live(n) and bool(_publications(n)), _retrieve),
     Letter("copy", 3, lambda n: bool(_to_copy(n)), lambda n, c: n.copy(pick(c, _to_copy(n)))),
     Letter("land", 9, lambda n: bool(n.fetches), lambda n, c: n.land(pick(c, n.fetches))),
@@ -287,7 +296,9 @@ def advance(node: Node, choose: Chooser) -> Any:
         return node.commit(item, _accepted(item, choose))
     if isinstance(item, Fetch):
         return node.land(item)
-    return node.commit_claim(item)
+    return node.commit_claim(item) if item.failure is None else node.abandon(item)
 
+
+ADVANCE = Letter("advance", 60, lambda n: bool(n.leases or n.claims or n.fetches), advance)
 
 LETTERS = {letter.verb: letter for letter in ALPHABET}

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import entry_points
+from inspect import signature
 from typing import Any, Protocol
 
 from kvstate.backend import Backend
 from kvstate.ops import Op, Plan, Tier
+from kvstate.testing.judge import EdgeJudge
+from kvstate.types import Geometry
 
 GROUP = "kvstate.backends"
 """The entry point group: each entry is a callable ``(geometry, *, judge=None)`` that returns a StampedBackend."""
@@ -65,3 +68,21 @@ def find(name: str) -> Callable[..., StampedBackend]:
         missing = "; it needs the gpu extra: pip install 'kvstate[gpu]'" if error.name == "torch" else ""
         raise BackendNotFound(f"the backend {name!r} cannot be imported: {error}{missing}") from error
     return made
+
+
+def make(name: str, geometry: Geometry, judge: EdgeJudge | None, **options: int | None) -> StampedBackend:
+    """Return a backend by name; options that are None are left to it.
+
+    Raises
+    ------
+    BackendNotFound
+        See `find`.
+    ValueError
+        When the backend has no such option.
+    """
+    maker = find(name)
+    given = {option: value for option, value in options.items() if value is not None}
+    unknown = sorted(given.keys() - signature(maker).parameters.keys())
+    if unknown:
+        raise ValueError(f"the backend {name!r} has no {', '.join(unknown)}")
+    return maker(geometry, judge=judge, **given)

@@ -12,11 +12,14 @@ from typing import Any
 
 import attrs
 
-from kvstate.testing.world import Call, Handle, Sizes, Violation, World
+from kvstate.testing.world import Call, Handle, Node, Sizes, Violation, World
 from kvstate.trace import decode, encode
 from kvstate.types import LabelFork, Publication, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId
 
 FORMAT = 1
+
+VERBS = frozenset(name for name, member in vars(Node).items() if callable(member) and not name.startswith("_"))
+"""What a program may call on a node."""
 
 
 def run(sizes: Sizes, program: Iterable[Call], finish: bool = True) -> tuple[World, Violation | None]:
@@ -126,16 +129,20 @@ def load(path: Path) -> tuple[Sizes, list[Call], str]:
     try:
         document = json.loads(path.read_text())
         if document["kvstate"] != FORMAT:
-            raise ValueError(f"{path}: format {document['kvstate']!r}; this version reads format {FORMAT}")
-        program = [
+            raise ValueError(f"format {document['kvstate']!r}; this version reads format {FORMAT}")
+        calls = [
             Call(call["node"], call["verb"], tuple(_decode(arg) for arg in call["args"]), call["gives"])
             for call in document["program"]
         ]
-        return Sizes(**document["sizes"]), program, document["witness"]
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: not a replay file ({type(error).__name__}: {error}); `kvstate check` writes them"
-        ) from error
+        sizes, witness = Sizes(**document["sizes"]), str(document["witness"])
+        World(sizes)
+        for call in calls:
+            if call.node not in ("a", "b") or call.verb not in VERBS:
+                raise ValueError(f"there is no call {call.node}.{call.verb}")
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: not a replay file ({why}); `kvstate check` writes them") from error
+    return sizes, calls, witness
 
 
 def _encode(value: Any) -> Any:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import attrs
 
-from kvstate.testing.alphabet import ALPHABET, RandomChooser
+from kvstate.testing.alphabet import ADVANCE, ALPHABET, RandomChooser
 from kvstate.testing.world import Sizes, Violation, World
 
-CALLS = 120
-"""Calls of one program, before it is ended."""
+CALLS = 400
+"""Calls of one program, before it is ended: long, so that pages are used again and again."""
 
 SIZES = (
     Sizes(pages=8, host_pages=6, page_size=2),
@@ -67,7 +67,7 @@ def program(seed: int, index: int, sizes: Sizes, calls: int = CALLS) -> World:
     single = choose.below(3) == 0
     for _ in range(calls):
         node = world.b if not single and choose.below(5) < 2 else world.a
-        letters = [letter for letter in ALPHABET if letter.ready(node)]
+        letters = [letter for letter in (*ALPHABET, ADVANCE) if letter.ready(node)]
         total = sum(letter.weight for letter in letters)
         at = choose.below(total)
         for letter in letters:

@@ -24,7 +24,7 @@ from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, Stream
 from kvstate.testing import sometimes
 from kvstate.testing.subject import SUBJECTS, Subject
 from kvstate.testing.transport import Network
-from kvstate.transitions.retrieve import Retrieval
+from kvstate.transitions.retrieve import Retrieval, Snapshot
 from kvstate.types import Geometry, Publication, RequestConfig, Segment, Step
 from kvstate.view import StateView
 from kvstate_spec.reference import Reference, agrees
@@ -179,6 +179,9 @@ class Node:
         self.claims: list[OffloadClaim | ReloadClaim] = []
         self.fetches: list[Fetch] = []
         self.publications: list[Publication] = []
+        self.snapshots: list[Snapshot] = []
+        self.every_snapshot: list[Snapshot] = []
+        self._noted: dict[int, dict[str, tuple[Any, ...]]] = {}
         self.plans: dict[int, Plan] = {}
         self.written: dict[int, list[list[int]]] = {}
         self.after: dict[tuple[int, str, str], list[Any] | None] = {}
@@ -338,22 +341,48 @@ class Node:
             self.claims.remove(claim)
         return self._judge(call, actual, expected)
 
-    def publish(self, request: str) -> Publication | None:
-        """Publish a request."""
-        call = self._call("publish", request)
+    def snapshot(self, request: str) -> Any:
+        """Note what a request could publish; `publish` says it."""
+        call = self._call("snapshot", request)
         noted = self._apply(call, "snapshot", request)
-        published = None if noted is None else self._apply(call, "publish", noted)
         expected = self.reference.publishable(request)
-        if published is not None:
-            said = {label: (r.length, r.released, r.on_host) for label, r in published.ranks[0].items()}
+        if (noted is None) != (expected is None):
+            self._violated("reference", f"noted {noted}, expected {expected}")
+        if noted is not None and expected is not None:
+            said = {label: (r.length, r.released, r.on_host) for label, (_, r) in noted.records.items()}
             if said != expected:
-                self._violated("reference", f"published {said}, expected {expected}")
+                self._violated("reference", f"noted {said}, expected {expected}")
+            self.snapshots.append(noted)
+            self.every_snapshot.append(noted)
+            self.world.name(noted, call.gives)
+            contents = self.reference.contents()
+            self._noted[noted.serial] = {label: contents[request, label] for label in said}
+        self._look(call, noted)
+        return noted
+
+    def publish(self, noted: Snapshot) -> Publication | None:
+        """Publish what was noted, of what still holds."""
+        call = self._call("publish", noted)
+        published: Publication | None = self._apply(call, "publish", noted)
+        if noted in self.snapshots:
+            self.snapshots.remove(noted)
+        if published is not None:
+            now = self.reference.publishable(published.request) or {}
+            contents, then = self.reference.contents(), self._noted[noted.serial]
+            tokens: dict[str, tuple[Any, ...]] = {}
+            for label, record in published.ranks[0].items():
+                tokens[label] = contents[published.request, label]
+                if record.on_host:
+                    holds = now.get(label) == (record.length, record.released, True)
+                else:
+                    tokens[label] = then[label]
+                    holds = record.length == len(then[label]) and not now[label][2]
+                    holds = holds and contents[published.request, label][: record.length] == then[label]
+                if not holds:
+                    self._violated("reference", f"published {record} of {label!r}, which stores {now.get(label)}")
             self.publications.append(published)
             self.world.name(published, call.gives)
-            contents = self.reference.contents()
-            self.world.published[id(published)] = {label: contents[request, label] for label in said}
-        elif expected is not None:
-            self._violated("reference", f"published nothing, expected {expected}")
+            self.world.published[id(published)] = tokens
         self._look(call, published)
         return published
 
