@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import attrs
 
-from kvstate.types import Record, RequestConfig, Segment, Step, StreamId
+from kvstate.types import Record, RequestConfig, Segment, Step, StreamFork, StreamId
 
 Page: TypeAlias = int
 Token: TypeAlias = Hashable
@@ -102,6 +102,8 @@ class Lease:
     granted: dict[Key, list[Page]]
     # What pre-forks share, per target: the lease owns these too until it ends.
     shared: dict[StreamId, list[Page]]
+    # The post-forks that do something (9).
+    posted: list[StreamFork]
     rows: list[Row] = attrs.Factory(list)
     status: str = "admitted"
     plan: int | None = None

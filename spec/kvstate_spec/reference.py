@@ -136,9 +136,10 @@ class Reference:
         tokens: Sequence[Sequence[Token]],
         accepted: Sequence[int],
         void: frozenset[StreamId] = frozenset(),
+        doing: Sequence[StreamFork] | None = None,
     ) -> Walked:
         policies = {name: self.requests[name.request].config.retention.get(name.label) for name in images.keys() - void}
-        return walk(step, self.geometry.page_size, policies, self._new, images, granted, tokens, accepted, void)
+        return walk(step, self.geometry.page_size, policies, self._new, images, granted, tokens, accepted, void, doing)
 
     def _base(self, name: StreamId) -> Image:
         """Return what the youngest row that counts will leave on a stream, else what is stored (5)."""
@@ -173,7 +174,7 @@ class Reference:
         if refusal := self._too_few(step, names, walked.tables, granted):
             return refusal
 
-        lease = self.leases[handle] = Lease(handle, step, granted, walked.shared)
+        lease = self.leases[handle] = Lease(handle, step, granted, walked.shared, walked.posted)
         rows: dict[StreamId, Row] = {}
         for name in names:
             stream = self.requests[name.request].stream(name.label)
@@ -297,7 +298,7 @@ class Reference:
         counts = [segment.span for segment in held.step.segments] if accepted is None else list(accepted)
         void = frozenset(row.stream.id for row in held.void())
         dropped, reserved = held.void_places(), set(held.granted)
-        walked = self._walk(held.step, images, held.granted, tokens, counts, void)
+        walked = self._walk(held.step, images, held.granted, tokens, counts, void, held.posted)
         assert set(held.granted) == reserved, "a commit takes no page that its admission did not reserve"
         for row in counting:
             row.stream.image = images[row.stream.id]

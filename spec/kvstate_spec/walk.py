@@ -40,10 +40,12 @@ def walk(
     tokens: Sequence[Sequence[Token]],
     accepted: Sequence[int],
     void: frozenset[StreamId] = frozenset(),
+    doing: Sequence[StreamFork] | None = None,
 ) -> Walked:
     """Take `images` through a step: in its admission everything is accepted and nothing void, in its commit not so.
 
-    A page that is needed and not in `granted` is granted, by `new`, and noted there.
+    A page that is needed and not in `granted` is granted, by `new`, and noted there. `doing` are the post-forks that
+    did something in the admission; None while that is found out.
     """
     spans = {name: 0 for name in images}
     for segment in step.segments:
@@ -114,6 +116,8 @@ def walk(
     dropped = set(void)
     for place, fork in enumerate(step.stream_forks(step.post_forks)):
         source, target = images[fork.source], images[fork.target]
+        if doing is not None and fork not in doing:
+            continue
         if fork.source in dropped or fork.target in dropped:
             dropped.add(fork.target)
             continue

@@ -135,9 +135,8 @@ def test_a_label_that_is_not_planned_raises_and_names_those_that_are() -> None:
             ) as caught:
                 call()
             assert (caught.value.label, caught.value.present) == ("beam", ("main", "cfg"))
-    with made.step(Segment("b", "cfg", 1)) as plan:
-        with pytest.raises(LabelNotPlanned, match="it has 'cfg'"):
-            made.backend.bind(plan).read_kv()
+    with made.step(Segment("b", "cfg", 1)) as plan, pytest.raises(LabelNotPlanned, match="it has 'cfg'"):
+        made.backend.bind(plan).read_kv()
 
 
 def test_a_combined_label_is_packed_label_by_label() -> None:

@@ -12,12 +12,17 @@ import os
 import signal
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
-import torch
+
+with warnings.catch_warnings():
+    # A torch without numpy says so when it is first imported: the server of forks does.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch
 
 from gpu_backend.backend import cpu_backend
 from gpu_backend.transports import (
@@ -60,7 +65,7 @@ class Conductor(FetchTransport):
 
     # -- what a test says; each returns when it is done
 
-    def copy(self, fetch: Any, tokens: int | None = None) -> None:  # type: ignore[override]
+    def copy(self, fetch: Any, tokens: int | None = None) -> None:
         """Copy the first `tokens` tokens (None: all); the fetch ends at once if its publisher is not reached."""
 
         def order(job: Job) -> Outcome | None:
@@ -173,7 +178,8 @@ class Kv(memory_kit.Kv):
         layers: int = 2,
         **sizes: int,
     ) -> None:
-        self.geometry = Geometry(**{"pages": 8, "page_size": 2, "host_pages": 8, **sizes})
+        given: dict[str, Any] = {"pages": 8, "page_size": 2, "host_pages": 8, **sizes}
+        self.geometry = Geometry(**given)
         self.judge = EdgeJudge(self.geometry.page_size, MemoryBackend.sinks_of(self.geometry))
         self.backend: Any = cpu_backend(self.geometry, judge=self.judge, head_dim=head_dim, layers=layers)
         cache = self.backend.memory.cache
@@ -189,7 +195,9 @@ class Kv(memory_kit.Kv):
             made.network = reach
         else:
             made = transport(pages, self.backend.wait)
-        self.transport = made
+        self.transport: Any = made
+        self.ended: dict[Any, Outcome] = {}
+        self._poll, made.poll = made.poll, self._noted
         self.manager = KVManager(
             self.geometry, self.backend, transport=made, address=address, debug=True, clock=lambda: 0.0
         )
@@ -201,6 +209,22 @@ class Kv(memory_kit.Kv):
         self._address = address
         self._counter = counter
 
+    def _noted(self) -> list[tuple[Any, Outcome]]:
+        outcomes: list[tuple[Any, Outcome]] = self._poll()
+        for fetch, outcome in outcomes:
+            assert fetch not in self.ended, "a fetch ends once"
+            self.ended[fetch] = outcome
+        return outcomes
+
+    def outcome_of(self, fetch: Any) -> Outcome:
+        """Wait for the end of a fetch; return how it ended. Any verb may have taken note of it before."""
+        self.manager.poll()
+        while fetch not in self.ended:
+            assert self.transport.wait(timeout_s=WAIT_S), f"{fetch!r} hangs"
+            self.manager.poll()
+        self.spoil()
+        return self.ended[fetch]
+
     def compute(self, plan: Plan) -> list[list[Any]]:
         """Write new stamps for every computed token; return what each segment had in front of them."""
         contexts = []
@@ -211,7 +235,8 @@ class Kv(memory_kit.Kv):
 
     def die_when_asked(self) -> None:
         """Kill this process when the next reader asks whether its epoch holds, before it is answered."""
-        self._reach.publishers[self._address]._holds = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        reach: Any = self._reach
+        reach.publishers[self._address]._holds = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     def spoiled(self) -> bool:
         """Tell whether no byte of a free device page was written since it was spoiled."""
@@ -247,9 +272,10 @@ def _plain(value: Any) -> bool:
         return all(map(_plain, value))
     if isinstance(value, dict):
         return all(map(_plain, value)) and all(map(_plain, value.values()))
-    return value is None or isinstance(value, (str, bytes, int, float)) or attrs.has(type(value)) and (
-        type(value).__eq__ is not object.__eq__
-    )  # fmt: skip
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return True
+    by_value: bool = attrs.has(type(value)) and type(value).__dict__.get("__eq__") is not None
+    return by_value
 
 
 class _Held:
@@ -294,7 +320,7 @@ def serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            found = held if target is None else held.unwrap(target)
+            found: Any = held if target is None else held.unwrap(target)
             if verb == "set":
                 setattr(found, name, held.unwrap(args[0]))
                 result = None

@@ -9,26 +9,31 @@ function in its place wherever the core names it. Both fail loudly when the core
 from __future__ import annotations
 import __future__
 
+import importlib
 import inspect
+import linecache
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import attrs
 
-from kvstate.arena import Pool
-from kvstate.manager import KVManager, Launch
+from kvstate.manager import KVManager
 from kvstate.ops import CopyOut, Plan
 from kvstate.refusals import HostExhausted, Refusal, StreamBusy
 from kvstate.state import Lease, State, Stream
 from kvstate.testing.memory import MemoryBackend
-from kvstate.transitions import claim, fork, leaving, lifecycle, offload, reload, reserve, retention, retrieve, step
-from kvstate.transitions.reserve import Reservation
+from kvstate.testing.transport import Network, StepTransport
+from kvstate.testing.walk import Tally, walk
+from kvstate.testing.world import Sizes, Violation
+from kvstate.transitions import lifecycle, retrieve
+from kvstate.transitions.retrieve import Retrieval
 from kvstate.transitions.step import Aborted, Committed
-from kvstate.types import Geometry, Segment, Step
+from kvstate.types import Geometry, Publication, Segment, Step
 
 Patch = Callable[[], AbstractContextManager[None]]
 
@@ -38,27 +43,40 @@ WITNESSES = ("reference", "refusal", "promise", "oracle", "judge", "crash")
 # -- patches
 
 
+def _find(path: str) -> Any:
+    """Return what a dotted path names inside ``kvstate``."""
+    found: Any = importlib.import_module("kvstate")
+    for name in path.split("."):
+        found = getattr(found, name) if hasattr(found, name) else importlib.import_module(f"{found.__name__}.{name}")
+    return found
+
+
+def _core() -> Iterator[ModuleType]:
+    """Yield the modules of the core; the checker and the command line are left alone."""
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] == "kvstate" and not name.startswith(("kvstate.testing", "kvstate.cli")):
+            yield module
+
+
 def _code(function: FunctionType, source: str) -> CodeType:
     """Compile the source of a function and return its code, which must fit the function as it is."""
     flags = __future__.annotations.compiler_flag
     module = compile(textwrap.dedent(source), inspect.getfile(function), "exec", flags, dont_inherit=True)
     [code] = [c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == function.__name__]
     assert code.co_freevars == function.__code__.co_freevars == (), f"{function.__qualname__} is a closure"
-    assert code.co_varnames[: code.co_argcount] == function.__code__.co_varnames[: function.__code__.co_argcount]
     return code
 
 
-def edit(function: Any, *changes: tuple[str, str]) -> Patch:
+def edit(path: str, *changes: tuple[str, str]) -> Patch:
     """Return the patch that replaces pieces of a function's source, each of which must be there exactly once."""
-    assert isinstance(function, FunctionType)
-    written = inspect.getsource(function)
 
     @contextmanager
     def patched() -> Iterator[None]:
-        source = written
+        function = _find(path)
+        source = inspect.getsource(function)
         for old, new in changes:
             found = source.count(old)
-            assert found == 1, f"{old!r} is {found} times in {function.__qualname__}: the core changed, adapt the mutant"
+            assert found == 1, f"{old!r} is {found} times in {path}: the core changed, adapt the mutant"
             source = source.replace(old, new)
         original = function.__code__
         function.__code__ = _code(function, source)
@@ -70,29 +88,23 @@ def edit(function: Any, *changes: tuple[str, str]) -> Patch:
     return patched
 
 
-def off(function: Any, statement: str) -> Patch:
+def off(path: str, statement: str) -> Patch:
     """Return the patch under which a function does everything but `statement`."""
-    return edit(function, (statement, "pass"))
+    return edit(path, (statement, "pass"))
 
 
-def _core() -> Iterator[Any]:
-    """Yield the modules of the core; the checker and the command line are left alone."""
-    for name, module in sorted(sys.modules.items()):
-        if name.split(".")[0] == "kvstate" and not name.startswith(("kvstate.testing", "kvstate.cli")):
-            yield module
-
-
-def wrap(function: Any, make: Callable[[Any], Any]) -> Patch:
+def wrap(path: str, make: Callable[[Any], Any]) -> Patch:
     """Return the patch that puts ``make(function)`` in a function's place: in modules, and in the table of verbs."""
 
     @contextmanager
     def patched() -> Iterator[None]:
+        function = _find(path)
         replacement = make(function)
         places: list[tuple[dict[str, Any], str]] = []
         for module in _core():
             tables = [vars(module), *(value for value in vars(module).values() if type(value) is dict)]
             places += [(table, key) for table in tables for key, value in table.items() if value is function]
-        assert places, f"nobody names {function.__qualname__}: the core changed, adapt the mutant"
+        assert places, f"nobody names {path}: the core changed, adapt the mutant"
         for table, key in places:
             table[key] = replacement
         try:
@@ -152,7 +164,10 @@ def _busy_by_flag() -> AbstractContextManager[None]:
         return flag_in_the_way
 
     return both(
-        wrap(step.admit, admits), wrap(step.commit, ends), wrap(step.abort, ends), wrap(claim.lease_in_the_way, asks)
+        wrap("transitions.step.admit", admits),
+        wrap("transitions.step.commit", ends),
+        wrap("transitions.step.abort", ends),
+        wrap("transitions.claim.lease_in_the_way", asks),
     )()
 
 
@@ -168,6 +183,32 @@ def _full_host_pool_is_only_logged(claim_offload: Any) -> Any:
 
 def _landed_anyway(failed: Any) -> Any:
     return lambda state, fetch, error: retrieve.landed(state, fetch)
+
+
+class _NoLock:
+    """Looks like an RLock and lets everybody in."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def _is_owned(self) -> bool:
+        return False
+
+
+@contextmanager
+def _no_lock() -> Iterator[None]:
+    init = KVManager.__init__
+
+    def unguarded(self: KVManager, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._lock = _NoLock()  # type: ignore[assignment]
+
+    KVManager.__init__ = unguarded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        KVManager.__init__ = init  # type: ignore[method-assign]
 
 
 # -- programs by hand: what a verb that blocks does is no letter of the walk's alphabet
@@ -201,6 +242,37 @@ def a_copy_that_fails() -> None:
     manager.backend.fail_next(CopyOut)  # type: ignore[attr-defined]
     assert isinstance(manager.offload("r"), Refusal)
     assert not manager.claims(), "the claim of the failed copy is open for ever"
+
+
+def a_decode_phase_after_a_fetch() -> None:
+    """A fetch ends, and from then on nobody but admit is called."""
+    network = Network()
+    managers = []
+    for address in ("a", "b"):
+        geometry = Geometry(pages=6, page_size=2, name=address)
+        backend = MemoryBackend(geometry)
+        transport = StepTransport(network, address)
+        manager = KVManager(geometry, backend, transport=transport, address=address, debug=True)
+        network.join(address, backend, manager.epoch_holds)
+        managers.append((manager, transport))
+    (publisher, _), (consumer, transport) = managers
+    publisher.ingest("r")
+    lease = publisher.admit(Step([Segment("r", span=3)]))
+    assert isinstance(lease, Lease)
+    plan = publisher.plan(lease)
+    assert isinstance(plan, Plan)
+    with publisher.launch(plan):
+        pass
+    publisher.commit(lease)
+    published = publisher.publish("r")
+    assert isinstance(published, Publication)
+    consumer.ingest("r")
+    started = consumer.claim_retrieve("r", published)
+    assert isinstance(started, Retrieval)
+    [fetch] = started.fetches
+    transport.copy(fetch)
+    transport.finish(fetch)
+    assert isinstance(consumer.admit(Step([Segment("r")])), Lease), "the fetch that has ended is pending for ever"
 
 
 # -- the registry
@@ -259,7 +331,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "O1-uncommitted",
         "a request is on the host, and can be reloaded, from the claim on",
         edit(
-            offload.claim_offload,
+            "transitions.offload.claim_offload",
             ("stream.residency = Offloading(claim)", "stream.residency = OnHost(tuple(host), NOTHING, NOTHING)"),
         ),
     ),
@@ -267,7 +339,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "O2-names",
         "the late commit of an offload finds its streams by name",
         edit(
-            offload.commit_offload,
+            "transitions.offload.commit_offload",
             (
                 "stream = part.stream",
                 "live = state.requests.get(claim.request.id)\n"
@@ -279,31 +351,31 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "O2-identity",
         "claim identity off: the late commit of an offload acts on whatever its streams have become",
-        edit(offload.commit_offload, (_IDENTITY, "if True:")),
+        edit("transitions.offload.commit_offload", (_IDENTITY, "if True:")),
     ),
     Mutant(
         "O2-reload",
         "claim identity off: the late commit of a reload acts on whatever its streams have become",
         edit(
-            reload.commit_reload,
+            "transitions.reload.commit_reload",
             ("if isinstance(stream.residency, Reloading) and stream.residency.claim is claim:", "if True:"),
         ),
     ),
     Mutant(
         "O2-abandon",
         "claim identity off: the late abandon of an offload restores its streams although they were reset",
-        edit(offload.abandon_offload, (_IDENTITY, "if True:")),
+        edit("transitions.offload.abandon_offload", (_IDENTITY, "if True:")),
     ),
     Mutant(
         "O3-orphan",
         "an orphaned offload keeps its host pages",
-        off(offload.commit_offload, "state.host.drop(part.host, copy)"),
+        off("transitions.offload.commit_offload", "state.host.drop(part.host, copy)"),
     ),
     Mutant(
         "O5-reset",
         "reset leaves host copies, and a reload brings erased content back",
         edit(
-            lifecycle.reset,
+            "transitions.lifecycle.reset",
             (
                 "for stream in list(found.streams.values()):",
                 "for stream in [s for s in found.streams.values() if not isinstance(s.residency, OnHost)]:",
@@ -313,23 +385,28 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "O6-exception",
         "an exception in the forward leaves the launched lease open",
-        off(Launch.__exit__, "self._manager.abort(self.plan.lease)"),
+        off("manager.Launch.__exit__", "self._manager.abort(self.plan.lease)"),
         by_hand=a_forward_that_raises,
     ),
     Mutant("O7-flag", "busy is a flag that any step's end clears, not a count of leases", _busy_by_flag),
     Mutant(
         "O7-newest",
         "a step counts as busy only once it is launched, so one that is planned ahead does not",
-        edit(claim.lease_in_the_way, ("if stream.rows:", "if any(row.lease.number for row in stream.rows):")),
+        edit(
+            "transitions.claim.lease_in_the_way",
+            ("if stream.rows:", "if any(row.lease.number for row in stream.rows):"),
+        ),
     ),
     Mutant(
-        "O7-off", "no lease check in claim_offload", edit(claim.lease_in_the_way, ("if stream.rows:", "if False:"))
+        "O7-off",
+        "no lease check in claim_offload",
+        edit("transitions.claim.lease_in_the_way", ("if stream.rows:", "if False:")),
     ),
     Mutant(
         "O8-commit",
         "commit applies segments that went void",
         edit(
-            step.commit,
+            "transitions.step.commit",
             ("if row.void:", "if row.void and row.wide:"),
             ("del stream.rows[0]", "(stream.voided if row.void else stream.rows).remove(row)"),
         ),
@@ -337,18 +414,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "O8-void",
         "reset and remove leave the steps planned on a stream valid",
-        off(lifecycle._empty, "void_from(stream, 0)"),
+        off("transitions.leaving.empty", "void_from(stream, 0)"),
     ),
     Mutant(
         "O8-discard",
         "an offload that discards steps in flight leaves them valid",
-        off(offload.claim_offload, "void_from(stream, 0)"),
+        off("transitions.offload.claim_offload", "void_from(stream, 0)"),
     ),
     Mutant(
         "O9-half",
         "an offload moves the labels that fit and leaves the others",
         edit(
-            offload.claim_offload,
+            "transitions.offload.claim_offload",
             (
                 "streams = list(found.streams.values())",
                 "room = len(state.host.pools[0].free)\n"
@@ -363,142 +440,152 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "O10-commit",
         "commit does not look whether the copy failed",
-        edit(claim.committable, ("if claim.failure is not None:", "if False:")),
+        edit("transitions.claim.not_committable", ("claim.failure is not None", "False")),
     ),
     Mutant(
         "O10-unnoted",
         "a copy that failed at submit is noted nowhere",
-        off(lifecycle.op_failed, "owner.failure = error"),
+        off("transitions.lifecycle.op_failed", "owner.failure = error"),
     ),
     Mutant(
         "O10-abandon",
         "an offload given up because its copy failed leaves its streams off the device",
-        edit(offload.abandon_offload, (_IDENTITY, f"{_IDENTITY[:-1]} and claim.failure is None:")),
+        edit("transitions.offload.abandon_offload", (_IDENTITY, f"{_IDENTITY[:-1]} and claim.failure is None:")),
     ),
     Mutant(
         "O10-reload",
         "a reload given up because its copy failed keeps its device pages",
         edit(
-            reload.abandon_reload,
+            "transitions.reload.abandon_reload",
             ("state.device.drop(part.device, copy)", "claim.failure or state.device.drop(part.device, copy)"),
         ),
     ),
     Mutant(
         "O10-finish",
         "the blocking offload leaves the claim of a failed copy open",
-        edit(KVManager._finish, ("if claim.open:", "if False:")),
+        edit("manager.KVManager._finish", ("if claim.open:", "if False:")),
         by_hand=a_copy_that_fails,
     ),
     Mutant(
         "O12-logged",
         "a full host pool is reported, and the device pages leave all the same",
-        wrap(offload.claim_offload, _full_host_pool_is_only_logged),
+        wrap("transitions.offload.claim_offload", _full_host_pool_is_only_logged),
     ),
     # -- ordering on the device
     Mutant(
         "D1-copy-out",
         "a copy out does not follow the step that wrote its pages",
-        off(offload.claim_offload, "after = merge(after, stream.written)"),
+        off("transitions.offload.claim_offload", "after = merge(after, stream.written)"),
     ),
     Mutant(
         "D1-fork",
         "what a post-fork copied is not noted as written",
         off(
-            fork.apply_post_forks,
+            "transitions.fork.apply_post_forks",
             "fork.target.stream.written = merge(fork.target.stream.written, at(Queue.COMPUTE, op.number))",
         ),
     ),
     Mutant(
         "D2-grant",
         "a copy in does not follow what used its device pages before",
-        off(reload.claim_reload, "after = merge(after, pool.fence_of(granted))"),
+        off("transitions.reload.claim_reload", "after = merge(after, pool.fence_of(granted))"),
     ),
     Mutant(
-        "D2-drop", "a dropped page forgets its owner's uses", edit(Pool.drop, ("merge(fence, uses)", "fence"))
+        "D2-drop", "a dropped page forgets its owner's uses", edit("arena.Pool.drop", ("merge(fence, uses)", "fence"))
     ),
     Mutant(
         "D2-reads",
         "a step that ends is no use of the pages it read",
-        off(leaving.end_row, "stream.used = merge(stream.used, at(Queue.COMPUTE, lease.number))"),
+        off("transitions.leaving.end_row", "stream.used = merge(stream.used, at(Queue.COMPUTE, lease.number))"),
     ),
     Mutant(
         "D2-fork",
         "the copy of a post-fork is no use of its source",
         off(
-            fork.apply_post_forks,
+            "transitions.fork.apply_post_forks",
             "fork.source.stream.used = merge(fork.source.stream.used, at(Queue.COMPUTE, op.number))",
         ),
     ),
     Mutant(
         "D2-fetch",
         "a fetch does not follow what used its pages before",
-        off(retrieve._fetch, "after = merge(after, pool.fence_of(granted))"),
+        off("transitions.retrieve._fetch", "after = merge(after, pool.fence_of(granted))"),
     ),
     Mutant(
         "D2-landed",
         "nothing tells the order of ops that a fetch has ended",
-        off(retrieve._end, "state.outbox.append(FetchEnd(state.number(), NOTHING, fetch, fetch.op.number))"),
+        off(
+            "transitions.retrieve._end",
+            "state.outbox.append(FetchEnd(state.number(), NOTHING, fetch, fetch.op.number))",
+        ),
     ),
     Mutant(
         "D3-step",
         "a step does not follow the copy out of the pages it enters",
-        off(Reservation._build_growth, "row.entered = merge(row.entered, pool.fence_of(table.part(covered, wanted)))"),
+        off(
+            "transitions.reserve.Reservation._build_growth",
+            "row.entered = merge(row.entered, pool.fence_of(table.part(covered, wanted)))",
+        ),
     ),
     Mutant(
         "D3-released",
         "device pages are released as if the copy out had run",
-        off(offload.commit_offload, "stream.used = merge(stream.used, copy)"),
+        off("transitions.offload.commit_offload", "stream.used = merge(stream.used, copy)"),
     ),
     Mutant(
         "D4-host-grant",
         "a copy out does not follow what used its host pages before",
-        off(offload.claim_offload, "after = merge(after, pool.fence_of(moved[group].values()))"),
+        off("transitions.offload.claim_offload", "after = merge(after, pool.fence_of(moved[group].values()))"),
     ),
     Mutant(
         "D4-host-released",
         "host pages are released as if the copy in had run",
         edit(
-            reload.commit_reload,
+            "transitions.reload.commit_reload",
             ("merge(merge(before.written, before.used), copy)", "merge(before.written, before.used)"),
         ),
     ),
     Mutant(
         "D5-copy-in",
         "a step does not follow the copy in of what it reads",
-        off(reload.commit_reload, "stream.written = copy"),
+        off("transitions.reload.commit_reload", "stream.written = copy"),
     ),
     Mutant(
         "D6-orphan",
         "an orphaned reload releases its pages as if the copy in had run",
-        edit(reload.commit_reload, ("state.device.drop(part.device, copy)", "state.device.drop(part.device, NOTHING)")),
+        edit(
+            "transitions.reload.commit_reload",
+            ("state.device.drop(part.device, copy)", "state.device.drop(part.device, NOTHING)"),
+        ),
     ),
     Mutant(
         "D6-abandon",
         "an abandoned reload releases its pages as if the copy in had run",
         edit(
-            reload.abandon_reload, ("state.device.drop(part.device, copy)", "state.device.drop(part.device, NOTHING)")
+            "transitions.reload.abandon_reload",
+            ("state.device.drop(part.device, copy)", "state.device.drop(part.device, NOTHING)"),
         ),
     ),
     Mutant(
         "D8-whole-page",
         "an offload copies the whole last page, not its committed tokens",
-        edit(offload.claim_offload, ("pages[table[full]] = rest", "pages[table[full]] = size")),
+        edit("transitions.offload.claim_offload", ("pages[table[full]] = rest", "pages[table[full]] = size")),
     ),
     Mutant(
         "D10-last-owner",
         "only the last owner's uses are merged into the fence",
-        edit(Pool.drop, ("fences[page] = merged", "fences[page] = fence if left else merged")),
+        edit("arena.Pool.drop", ("fences[page] = merged", "fences[page] = fence if left else merged")),
     ),
     Mutant(
         "D11-grant",
         "a grant clears the fence",
-        edit(Pool.grant, ("owners[page] = 1", "owners[page], self.fences[page] = 1, NOTHING")),
+        edit("arena.Pool.grant", ("owners[page] = 1", "owners[page], self.fences[page] = 1, NOTHING")),
     ),
     Mutant(
         "D11-read",
         "a fence is cleared by the first who asks for it",
         edit(
-            Pool.fence_of,
+            "arena.Pool.fence_of",
             ("fence = fences[page]", "fence = fences[page]\n            fences[page] = NOTHING"),
         ),
     ),
@@ -506,7 +593,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "D11-abort",
         "a lease aborted before its launch gives pages back without their fences",
         edit(
-            leaving.give_back,
+            "transitions.leaving.give_back",
             (
                 "release(state, stream, pages, set(above), stream.used if lease.number else NOTHING)",
                 "release(state, stream, pages, set(above), stream.used if lease.number else NOTHING)\n"
@@ -520,7 +607,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "D11-failed",
         "pages granted for a copy in that failed are given back without their fences",
         edit(
-            reload.abandon_reload,
+            "transitions.reload.abandon_reload",
             (
                 "state.device.drop(part.device, copy)",
                 "state.device.drop(part.device, copy)\n"
@@ -532,49 +619,52 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "D11-launched",
         "a launched lease that is aborted gives pages back as if it had never run",
-        edit(leaving.give_back, ("stream.used if lease.number else NOTHING", "NOTHING")),
+        edit("transitions.leaving.give_back", ("stream.used if lease.number else NOTHING", "NOTHING")),
     ),
     Mutant(
         "D12-stale",
         "launch does not look whether its plan is stale",
-        edit(step.launch_enter, ("if lease.void != planned.void:", "if False:")),
+        edit("transitions.step.launch_enter", ("if lease.void != planned.void:", "if False:")),
     ),
     Mutant(
         "D13-youngest",
         "pages that leave wait for the youngest lease only",
-        edit(leaving.leave, ("behind = open_on(stream) if", "behind = {max(open_on(stream))} if")),
+        edit("transitions.leaving.leave", ("behind = open_on(stream) if", "behind = {max(open_on(stream))} if")),
     ),
     Mutant(
         "D13-first",
         "held pages are dropped when the first of their leases ends",
-        edit(leaving.stop_holding, ("if left.behind:", "if False:")),
+        edit("transitions.leaving.stop_holding", ("if left.behind:", "if False:")),
     ),
     Mutant(
         "D13-uses",
         "held pages are dropped without the uses of the leases they waited for",
-        off(leaving.stop_holding, "left.uses = merge(left.uses, at(Queue.COMPUTE, lease.number))"),
+        off("transitions.leaving.stop_holding", "left.uses = merge(left.uses, at(Queue.COMPUTE, lease.number))"),
     ),
     Mutant(
         "D13-held",
         "held pages are dropped without the uses that the stream had when they left",
-        edit(leaving.release, ("tuple(list(own) for own in pages), uses", "tuple(list(own) for own in pages), NOTHING")),
+        edit(
+            "transitions.leaving.release",
+            ("tuple(list(own) for own in pages), uses", "tuple(list(own) for own in pages), NOTHING"),
+        ),
     ),
     Mutant(
         "D14-number",
         "a step keeps the number of its launch's entry",
-        edit(step.launch_exit, ("lease.number = state.number()", "lease.number = lease.began.number")),
+        edit("transitions.step.launch_exit", ("lease.number = state.number()", "lease.number = lease.began.number")),
     ),
     Mutant(
         "D14-order",
         "the manager submits the ops of one drain newest first",
-        edit(KVManager._drain, ("for op in ops:", "for op in reversed(ops):")),
+        edit("manager.KVManager._drain", ("for op in ops:", "for op in reversed(ops):")),
     ),
     # -- forks
     Mutant(
         "F1-stored",
         "reservation by simulation off: pages are counted from stored lengths",
         edit(
-            Reservation.segment,
+            "transitions.reserve.Reservation.segment",
             (
                 "need = -(-draft.length // self.state.page_size) - draft.content",
                 "size, stored = self.state.page_size, draft.stream.length\n"
@@ -585,41 +675,46 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "F1-partial",
         "the page for the copy of a partly filled last page is not counted",
-        edit(Reservation._pre_fork, ("self._count(two, two.fork_granted)", "two.fork_granted = 0")),
+        edit(
+            "transitions.reserve.Reservation._pre_fork", ("self._count(two, two.fork_granted)", "two.fork_granted = 0")
+        ),
     ),
     Mutant(
         "F2-chain",
         "a stream that this step opens is no source of a further fork",
-        edit(Reservation._exists, ("if draft is not None and (draft.opens or draft.exists):", "if False:")),
+        edit(
+            "transitions.reserve.Reservation._exists",
+            ("if draft is not None and (draft.opens or draft.exists):", "if False:"),
+        ),
     ),
     Mutant(
         "F2-copy-pre",
         "the second of two pre-forks in a row copies from a page that the first has not filled yet",
         edit(
-            Reservation._build_pre_fork,
+            "transitions.reserve.Reservation._build_pre_fork",
             ("self.origins[id(two), group] = origin", "pass"),
         ),
     ),
     Mutant(
         "F2-copy-post",
         "the second of two post-forks in a row copies from a page that the first has not filled yet",
-        off(fork.apply_post_forks, "roots[group][page] = source_page"),
+        off("transitions.fork.apply_post_forks", "roots[group][page] = source_page"),
     ),
     Mutant(
         "F3-dropped",
         "a post-fork of a dropped source still runs",
-        edit(step._surviving, ("if fork.source.void or fork.target.void", "if fork.target.void")),
+        edit("transitions.step._surviving", ("if fork.source.void or fork.target.void", "if fork.target.void")),
     ),
     Mutant(
         "F3-chain",
         "a post-fork still runs when the one that gives its source was dropped",
-        edit(step._surviving, (" or fork.source in dropped:", ":")),
+        edit("transitions.step._surviving", (" or fork.source in dropped:", ":")),
     ),
     Mutant(
         "F3-pre",
         "what was pre-forked from a void row stays valid",
         edit(
-            leaving.void_from,
+            "transitions.leaving.void_from",
             ("if fork.pre and fork.source is row and not fork.target.void:", "if False:"),
         ),
     ),
@@ -627,7 +722,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "F4-admit",
         "a pre-fork replaces the target's content when its step is admitted",
         edit(
-            Reservation._build_pre_fork,
+            "transitions.reserve.Reservation._build_pre_fork",
             (
                 "row.forked = True",
                 "row.forked = True\n"
@@ -639,18 +734,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "F4-pending",
         "a cancelled post-fork stays pending on its target",
-        off(leaving.end_row, "stream.pending_fork = None"),
+        off("transitions.leaving.end_row", "stream.pending_fork = None"),
     ),
     Mutant(
         "F5-shared",
         "sharing rule of reset off: it keeps pages that others own too",
-        edit(lifecycle._owned_alone, ("if pool.owners[page] == 1", "if pool.owners[page]")),
+        edit("transitions.lifecycle._owned_alone", ("if pool.owners[page] == 1", "if pool.owners[page]")),
     ),
     Mutant(
         "F5-pre-copy",
         "a pre-fork shares the partly filled last page instead of copying it",
         edit(
-            Reservation._build_pre_fork,
+            "transitions.reserve.Reservation._build_pre_fork",
             ("part(0, length // size)", "part(0, -(-length // size))"),
             ("if length % size:", "if False:"),
         ),
@@ -659,7 +754,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "F5-post-copy",
         "a post-fork shares the partly filled last page instead of copying it",
         edit(
-            fork.apply_post_forks,
+            "transitions.fork.apply_post_forks",
             ("tail = source.length % size", "tail = 0"),
             ("part(0, source.length // size)", "part(0, -(-source.length // size))"),
         ),
@@ -667,19 +762,21 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "F5-owner",
         "a post-fork shares pages without becoming an owner",
-        off(fork.apply_post_forks, "pool.share(shared)"),
+        off("transitions.fork.apply_post_forks", "pool.share(shared)"),
     ),
     Mutant(
         "F7-zero",
         "a segment of no tokens opens its stream",
-        edit(Reservation.segment, ("if self.step.commit and segment.span:", "if self.step.commit:")),
+        edit(
+            "transitions.reserve.Reservation.segment", ("if self.step.commit and segment.span:", "if self.step.commit:")
+        ),
     ),
     # -- plan ahead
     Mutant(
         "S1-identity",
         "a step that is planned behind a staged one runs on its pages",
         edit(
-            Plan._view,
+            "ops.Plan._view",
             (
                 "row, start = self.lease.placed(place)",
                 "row, start = self.lease.placed(place)\n"
@@ -689,28 +786,34 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
     ),
-    Mutant("S2-pages", "a cancelled step keeps what it had taken", off(leaving.end_without_effect, "give_back(state, row)")),
+    Mutant(
+        "S2-pages",
+        "a cancelled step keeps what it had taken",
+        off("transitions.leaving.end_without_effect", "give_back(state, row)"),
+    ),
     Mutant(
         "S2-label",
         "a label is opened when its step is admitted, and stays when that is cancelled",
         edit(
-            Reservation.build,
+            "transitions.reserve.Reservation.build",
             ("for stream in self.new:", "for stream in self.new:\n            stream.opened = True"),
         ),
     ),
     Mutant(
-        "S3-ended", "a cancelled lease can be planned", edit(step.plan, ("if not lease.open:", "if False:"))
+        "S3-ended",
+        "a cancelled lease can be planned",
+        edit("transitions.step.plan", ("if not lease.open:", "if False:")),
     ),
     Mutant(
         "S3-replaced",
         "a plan that a newer one replaced can be launched",
-        edit(step.launch_enter, ("if lease.plan is not planned:", "if False:")),
+        edit("transitions.step.launch_enter", ("if lease.plan is not planned:", "if False:")),
     ),
     Mutant(
         "S4-slot",
         "only the step staged last can be undone",
         edit(
-            step._end_all,
+            "transitions.step._end_all",
             (
                 "end_without_effect(state, row)",
                 "(end_row if any(s > lease.serial for s in state.leases) else end_without_effect)(state, row)",
@@ -720,13 +823,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "S5-beneath",
         "a step that is aborted leaves those planned on its result valid",
-        off(step._end_all, "void_above(row)"),
+        off("transitions.step._end_all", "void_above(row)"),
     ),
     Mutant(
         "S6-generation",
         "undoing a step takes the generation back to what it was when that was admitted",
         edit(
-            step._end_all,
+            "transitions.step._end_all",
             (
                 "end_without_effect(state, row)",
                 "end_without_effect(state, row)\n        row.stream.generation = row.generation",
@@ -738,7 +841,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "P1-nothing",
         "an offloaded stream is published as no tokens in no pages",
         edit(
-            retrieve._record,
+            "transitions.retrieve._record",
             (
                 "stream.length, stream.released, state.page_size, pages, not on_device,",
                 "stream.length if on_device else 0, stream.released, state.page_size, pages, False,",
@@ -748,13 +851,32 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "P2-epoch",
         "a publisher says that what it published holds, whatever became of it",
-        edit(retrieve.epoch_holds, ("stream is not None and stream.epoch == epoch", "True")),
+        edit("transitions.retrieve.epoch_holds", ("stream is not None and stream.epoch == epoch", "True")),
+    ),
+    Mutant(
+        "P2-moved",
+        "publish says what was noted, although the pages have left since",
+        edit(
+            "transitions.retrieve.publish",
+            ("stream.epoch == record.epoch and isinstance(stream.residency, OnDevice) and not record.on_host", "True"),
+        ),
+    ),
+    Mutant(
+        "P2-removed",
+        "publish says what was noted of a request that is gone",
+        edit("transitions.retrieve.publish", ("if state.requests.get(request.id) is not request:", "if False:")),
+    ),
+    Mutant(
+        "P2-wait",
+        "publish does not wait until the host has seen the bytes complete",
+        off("manager.KVManager.publish", "self.backend.wait(noted.after)"),
+        to_come="virtual device (part 4): in memory every op has run when it was submitted",
     ),
     Mutant(
         "P3-remove",
         "remove and reset free the pages that a fetch is writing",
         edit(
-            lifecycle._empty,
+            "transitions.leaving.empty",
             (
                 "residency.fetch.cancel_requested = True",
                 "residency.fetch.cancel_requested = True\n        state.device.drop(residency.fetch.owned, (0, 0, 0))",
@@ -765,7 +887,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "P3-cancel",
         "a cancel frees the pages at once, before the transport has confirmed it",
         edit(
-            retrieve.cancel_retrieve,
+            "transitions.retrieve.cancel_retrieve",
             ("fetch.cancel_requested = True", "cancelled(state, fetch)"),
         ),
     ),
@@ -773,7 +895,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "P4-length",
         "the length moves when the fetch is claimed",
         edit(
-            retrieve._fetch,
+            "transitions.retrieve._fetch",
             (
                 "state.claims[fetch.serial] = fetch",
                 "state.claims[fetch.serial] = fetch\n    stream.length = record.length",
@@ -783,28 +905,28 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "P4-published",
         "a stream that is being fetched is published",
-        edit(
-            retrieve.snapshot,
-            ("if not stream.opened or isinstance(stream.residency, (Fetching, FetchFailed)):", "if not stream.opened:"),
+        both(
+            edit("transitions.retrieve.snapshot", (" or isinstance(stream.residency, (Fetching, FetchFailed))", "")),
+            edit("transitions.retrieve.publish", (" or isinstance(stream.residency, (Fetching, FetchFailed))", "")),
         ),
     ),
     Mutant(
         "P5-failed",
         "reset leaves the error of a failed fetch",
         edit(
-            lifecycle.reset,
+            "transitions.lifecycle.reset",
             (
                 "for stream in list(found.streams.values()):",
                 "for stream in [s for s in found.streams.values() if not isinstance(s.residency, FetchFailed)]:",
             ),
         ),
     ),
-    Mutant("P7-failed", "a fetch that failed counts as landed", wrap(retrieve.failed, _landed_anyway)),
+    Mutant("P7-failed", "a fetch that failed counts as landed", wrap("transitions.retrieve.failed", _landed_anyway)),
     Mutant(
         "P8-twice",
         "the first fetch of a request that is cancelled frees the pages of all of them",
         edit(
-            retrieve.cancelled,
+            "transitions.retrieve.cancelled",
             (
                 "state.device.drop(fetch.owned, NOTHING)",
                 "for one in [fetch, *(c for c in state.claims.values() if isinstance(c, Fetch))]:\n"
@@ -813,14 +935,20 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
     ),
+    Mutant(
+        "P9-poll",
+        "admit does not look whether a fetch has ended",
+        edit("manager.KVManager.admit", ("isinstance(admitted, Refusal) and self.poll()", "False")),
+        by_hand=a_decode_phase_after_a_fetch,
+    ),
     # -- promises of the design that no row covers
     Mutant(
         "§6-double-free",
         "an abandoned reload drops its device pages twice, and the arena does not notice",
         both(
-            edit(Pool.drop, ("raise DoubleFree(self.tier.value, page)", "left = 0")),
+            edit("arena.Pool.drop", ("raise DoubleFree(self.tier.value, page)", "left = 0")),
             edit(
-                reload.abandon_reload,
+                "transitions.reload.abandon_reload",
                 (
                     "state.device.drop(part.device, copy)",
                     "state.device.drop(part.device, copy)\n        state.device.drop(part.device, copy)",
@@ -832,7 +960,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "§6-sink",
         "the sink is granted like any page",
         edit(
-            Pool.__init__,
+            "arena.Pool.__init__",
             ("deque(range(pages))", "deque(range(pages + 1))"),
             ("[0] * pages", "[0] * (pages + 1)"),
             ("[NOTHING] * pages", "[NOTHING] * (pages + 1)"),
@@ -840,41 +968,55 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
-        "§6-epoch-offload", "an offload does not raise the epoch", off(offload.commit_offload, "stream.epoch += 1")
+        "§6-epoch-offload",
+        "an offload does not raise the epoch",
+        off("transitions.offload.commit_offload", "stream.epoch += 1"),
     ),
-    Mutant("§6-epoch-retention", "retention does not raise the epoch", off(step._commit_row, "stream.epoch += 1")),
-    Mutant("§6-epoch-reset", "a reset does not raise the epoch", off(lifecycle._empty, "stream.epoch += 1")),
     Mutant(
-        "§6-generation", "a commit does not raise the generation", off(step.commit, "stream.generation += 1")
+        "§6-epoch-retention",
+        "retention does not raise the epoch",
+        off("transitions.step._commit_row", "stream.epoch += 1"),
+    ),
+    Mutant("§6-epoch-reset", "a reset does not raise the epoch", off("transitions.leaving.empty", "stream.epoch += 1")),
+    Mutant(
+        "§6-generation",
+        "a commit does not raise the generation",
+        off("transitions.step.commit", "stream.generation += 1"),
     ),
     Mutant(
         "§6-sealed-early",
         "pages are sealed up to what was computed, not up to what was accepted",
-        edit(step._commit_row, ("row.start // size, length // size", "row.start // size, row.stop // size")),
+        edit(
+            "transitions.step._commit_row", ("row.start // size, length // size", "row.start // size, row.stop // size")
+        ),
     ),
-    Mutant("§6-sealed-kept", "a reset keeps pages sealed", off(lifecycle._empty, "pool.sealed[page] = 0")),
+    Mutant("§6-sealed-kept", "a reset keeps pages sealed", off("transitions.leaving.empty", "pool.sealed[page] = 0")),
     Mutant(
         "§6-room",
         "a step on a full page is taken to need no further one",
-        edit(State.room, ("-(-length // self.page_size) * self.page_size", "(length // self.page_size + 1) * self.page_size")),
+        edit(
+            "state.State.room",
+            ("-(-length // self.page_size) * self.page_size", "(length // self.page_size + 1) * self.page_size"),
+        ),
     ),
     Mutant(
         "§6-released",
         "retention counts pages, not tokens, as released",
-        edit(retention.retain, ("released + moved", "released + count")),
+        edit("transitions.retention.retain", ("released + moved", "released + count")),
     ),
     Mutant(
         "§6-position",
         "the position of the next token is lost by an offload",
         edit(
-            offload.commit_offload, ("stream.generation += 1", "stream.generation += 1\n            stream.released = 0")
+            "transitions.offload.commit_offload",
+            ("stream.generation += 1", "stream.generation += 1\n            stream.released = 0"),
         ),
     ),
     Mutant(
         "§6-refused",
         "a refused admit keeps the pages that there were",
         edit(
-            step._short,
+            "transitions.step._short",
             (
                 "return PagesExhausted(",
                 "state.device.pools[0].grant(len(state.device.pools[0].free))\n    return PagesExhausted(",
@@ -884,13 +1026,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "§6-host-owners",
         "host pages that labels share have one owner",
-        off(offload.claim_offload, "_count_sharing(state, claim)"),
+        off("transitions.offload.claim_offload", "_count_sharing(state, claim)"),
     ),
     Mutant(
         "§6-sharing",
         "a reload gives every label pages of its own",
         edit(
-            reload.claim_reload,
+            "transitions.reload.claim_reload",
             (
                 "back = [moved[group][page] for page in host]",
                 "back = [moved[group][page] for page in host]\n"
@@ -903,38 +1045,41 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "§6-extra",
         "a reload brings no room for the next step",
-        off(reload.claim_reload, "wants = ahead.wants_per_label()"),
+        off("transitions.reload.claim_reload", "wants = ahead.wants_per_label()"),
     ),
     Mutant(
         "§6-extra-counted",
         "a reload is not refused for the pages of its next step",
-        edit(reload.claim_reload, ("len(pages) + sum(wants.values())", "len(pages)")),
+        edit("transitions.reload.claim_reload", ("len(pages) + sum(wants.values())", "len(pages)")),
     ),
     Mutant(
         "§6-accepted",
         "every computed token is stored, accepted or not",
-        edit(step._commit_row, (" if stored is None else stored", "")),
+        edit("transitions.step._commit_row", (" if stored is None else stored", "")),
     ),
     Mutant(
         "§6-assumed",
         "a step stays valid when fewer tokens were accepted beneath it",
-        off(step._commit_row, "void_above(row)"),
+        off("transitions.step._commit_row", "void_above(row)"),
     ),
     Mutant(
         "§6-uncommitted",
         "a step that does not commit moves lengths",
-        edit(step._commit_row, ("commits = row.lease.step.commit", "commits = True")),
+        both(
+            edit("transitions.reserve.Reservation.segment", ("self.step.commit and segment.span", "segment.span")),
+            edit("transitions.step._commit_row", ("commits = row.lease.step.commit", "commits = True")),
+        ),
     ),
     Mutant(
         "§6-launch-order",
         "steps on one stream launch in any order",
-        edit(step.launch_enter, ("and not _launches_next(row)", "and False")),
+        edit("transitions.step.launch_enter", ("and not _launches_next(row)", "and False")),
     ),
     Mutant(
         "§6-commit-order",
         "steps on one stream commit in any order",
         edit(
-            step.commit,
+            "transitions.step.commit",
             ("if not row.void and row.stream.rows[0] is not row:", "if False:"),
             ("del stream.rows[0]", "stream.rows.remove(row)"),
         ),
@@ -942,11 +1087,49 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "§6-admissible",
         "a step is admitted on a stream that is being fetched",
-        edit(reserve.not_admissible, ("if isinstance(residency, Fetching):", "if False:")),
+        edit("transitions.reserve.not_admissible", ("if isinstance(residency, Fetching):", "if False:")),
     ),
     Mutant(
         "§6-temps",
         "the pages of a step that does not commit are not returned",
-        edit(step._return_temps, ("if any(row.temps):", "if False:")),
+        edit("transitions.step._return_temps", ("if any(row.temps):", "if False:")),
+    ),
+    Mutant(
+        "§6-lock",
+        "the lock of KVManager guards nothing",
+        _no_lock,
+        to_come="schedules of the real code (part 5): every layer of this part runs in one thread",
     ),
 )
+
+# -- the hunt
+
+SEED = 0
+
+
+@attrs.frozen
+class Caught:
+    """A mutant and how the walk met it. `programs` includes the one that shows it."""
+
+    mutant: Mutant
+    sizes: Sizes
+    violation: Violation
+    programs: int
+    seconds: float
+
+
+def hunt(mutant: Mutant, programs_max: int, seed: int = SEED) -> Caught | None:
+    """Walk on the mutated core; return the first violation of at most `programs_max` programs."""
+    tally = Tally("mutants")
+    start = time.monotonic()
+    with mutant.patch():
+        met = walk(seed, float("inf"), tally, programs_max=programs_max)
+    if met is None:
+        return None
+    return Caught(mutant, *met, tally.programs, time.monotonic() - start)
+
+
+# Sources are read while they are what was imported: an editor may be at work.
+for _module in _core():
+    if getattr(_module, "__file__", None):
+        linecache.getlines(str(_module.__file__))
