@@ -151,16 +151,16 @@ def nothing_writes_a_sealed_or_shared_page(view: StateView) -> str | None:
 
 @always
 def full_pages_are_sealed(view: StateView) -> str | None:
-    """A device page that a stream on the device has filled with tokens is sealed, and a free page is not."""
+    """A device page that a stream on the device has filled with tokens is sealed, and a page without owner is not."""
     for group, pool in enumerate(view.device):
         for stream in view.streams:
             if stream.residency in ("OnDevice", "Fetching", "FetchFailed"):
                 for page in _of(stream.device, group)[: stream.length // view.page_size]:
                     if page < len(pool.sealed) and not pool.sealed[page]:
                         return f"page {page} of {stream.request}/{stream.label} is full and not sealed"
-        for page in pool.free:
-            if page < len(pool.sealed) and pool.sealed[page]:
-                return f"page {page} is free and sealed"
+        for page, owners in enumerate(pool.owners):
+            if not owners and pool.sealed[page]:
+                return f"page {page} is sealed and nobody owns it"
     return None
 
 

@@ -145,9 +145,7 @@ def test_an_arena_drops_per_group() -> None:
 
 
 clocks = st.tuples(*[st.integers(0, 9)] * 3)
-moves = st.lists(
-    st.tuples(st.sampled_from(["grant", "share", "drop"]), st.integers(0, 5), clocks), max_size=40
-)
+moves = st.lists(st.tuples(st.sampled_from(["grant", "share", "drop"]), st.integers(0, 5), clocks), max_size=40)
 
 
 @given(st.integers(0, 6), moves)

@@ -39,6 +39,11 @@ def forgetful_drop(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pool, "drop", drop)
 
 
+def uncounted_sharing(patch: pytest.MonkeyPatch) -> None:
+    """Let a shared page have one owner."""
+    patch.setattr(Pool, "share", lambda self, pages: list(pages).clear())
+
+
 # -- the walk
 
 
@@ -108,7 +113,7 @@ def test_a_broken_core_is_met_shrunk_and_reproduced(
 
 
 def test_a_job_stops_at_the_first_violation_and_runs_no_further_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    greedy_retention(monkeypatch)
+    uncounted_sharing(monkeypatch)
     tallies, found = job(1, 120.0, ("fuzz", "walk"))
     assert found is not None and found.layer == "fuzz"
     assert [tally.layer for tally in tallies] == ["fuzz"]

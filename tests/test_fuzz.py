@@ -60,13 +60,13 @@ def uncounted_sharing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pool, "share", share)
 
 
-@pytest.mark.parametrize("break_core", [greedy_retention, uncounted_sharing])
+@pytest.mark.parametrize("break_core", [uncounted_sharing, pytest.param(greedy_retention, marks=pytest.mark.slow)])
 def test_a_broken_core_is_met_and_the_program_that_shows_it_is_short(
     monkeypatch: pytest.MonkeyPatch, break_core: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     with monkeypatch.context() as patch:
         break_core(patch)
-        violation = next(met for seed in range(20) if (met := run_once(SIZES[0], seed, 100)) is not None)
+        violation = next(met for seed in range(40) if (met := run_once(SIZES[0], seed, 50)) is not None)
         shortest = program.shrink(SIZES[0], violation.program, violation.witness)
         assert len(shortest) <= 12, program.text(shortest)
         _, again = program.run(SIZES[0], shortest)

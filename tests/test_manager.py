@@ -424,7 +424,10 @@ def test_an_exception_in_a_launch_aborts_the_step_and_goes_on(rig: Rig) -> None:
 def test_a_stale_plan_is_refused_at_the_entry_of_its_launch_and_can_be_planned_again(rig: Rig) -> None:
     lease, plan = rig.staged(Segment("r"), Segment("s"))
     rig.manager.reset("r")
-    with pytest.raises(Refused, match="StalePlan \\(r/main\\): segments 0 are void") as raised, rig.manager.launch(plan):
+    with (
+        pytest.raises(Refused, match="StalePlan \\(r/main\\): segments 0 are void") as raised,
+        rig.manager.launch(plan),
+    ):
         pytest.fail("the model ran")
     assert isinstance(raised.value.refusal, StalePlan)
     again = rig.manager.plan(lease)

@@ -112,9 +112,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "combined label 'cfg' of 'all' has no segment in this step; leave it out",
     ),
     "a label combined twice": (
-        lambda: Step(
-            [Segment("r"), Segment("r", "cfg")], combined_labels={("main", "cfg"): "one", ("cfg",): "two"}
-        ),
+        lambda: Step([Segment("r"), Segment("r", "cfg")], combined_labels={("main", "cfg"): "one", ("cfg",): "two"}),
         "label 'cfg' is combined twice; a label goes into one plan label",
     ),
     "a label twice in one plan label": (
@@ -239,7 +237,14 @@ def test_a_default_of_the_request_comes_before_main() -> None:
 
 
 def record(length: int, *, incarnation: int = 1, epoch: int = 0, **changes: Any) -> Record:
-    values: dict[str, Any] = {"released": 0, "page_size": 4, "pages": ((),), "on_host": False, "address": "a", **changes}
+    values: dict[str, Any] = {
+        "released": 0,
+        "page_size": 4,
+        "pages": ((),),
+        "on_host": False,
+        "address": "a",
+        **changes,
+    }
     return Record(length, incarnation=incarnation, epoch=epoch, **values)
 
 
@@ -273,7 +278,9 @@ VALUES: dict[type, Any] = {
         (record(1, incarnation=2), record(9, incarnation=1, epoch=7), "mine"),
     ],
 )
-def test_neither_an_older_record_nor_a_shorter_one_of_its_content_overwrites(mine: Record, theirs: Record, kept: str) -> None:
+def test_neither_an_older_record_nor_a_shorter_one_of_its_content_overwrites(
+    mine: Record, theirs: Record, kept: str
+) -> None:
     merged = publication({0: {"main": mine}}).merge(publication({0: {"main": theirs}}))
     assert merged.ranks[0]["main"] is {"mine": mine, "theirs": theirs}[kept]
 
