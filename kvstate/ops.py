@@ -121,6 +121,7 @@ class Plan:
     sinks: tuple[int, ...]
     sunk: frozenset[int]
     void: int
+    serial: int
 
     @cached_property
     def in_step_order(self) -> tuple[PlanView, ...]:

@@ -61,7 +61,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Fetch):
         return {"fetch": value.serial}
     if isinstance(value, Plan):
-        return {"plan": value.lease.serial}
+        return {"plan": value.serial}
     if isinstance(value, Op):
         return {"op": value.number}
     if isinstance(value, Snapshot):

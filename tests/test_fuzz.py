@@ -1,4 +1,4 @@
-"""The fuzz: hypothesis writes programs of the alphabet, everything is checked after each call, and violations are short."""
+"""The fuzz: hypothesis writes programs of the alphabet, all is checked after each call, and violations are short."""
 
 from collections.abc import Callable, Iterable
 
@@ -19,8 +19,8 @@ IDS = [f"{sizes.pages}+{sizes.host_pages} pages of {sizes.page_size}, {sizes.sub
 @pytest.mark.parametrize("sizes", SIZES, ids=IDS)
 def test_no_program_shows_anything(sizes: Sizes) -> None:
     tally = Tally("fuzz")
-    assert run_once(sizes, 11, 10, tally) is None
-    assert tally.programs >= 10
+    assert run_once(sizes, 11, 6, tally) is None
+    assert tally.programs >= 6
     assert tally.accepted["ingest"] and tally.accepted["admit"]
 
 
@@ -32,9 +32,9 @@ def test_no_program_of_a_long_fuzz_shows_anything(sizes: Sizes) -> None:
 
 def test_the_same_seed_writes_the_same_programs() -> None:
     one, two, other = Tally("fuzz"), Tally("fuzz"), Tally("fuzz")
-    run_once(SIZES[0], 3, 5, one)
-    run_once(SIZES[0], 3, 5, two)
-    run_once(SIZES[0], 4, 5, other)
+    run_once(SIZES[0], 3, 3, one)
+    run_once(SIZES[0], 3, 3, two)
+    run_once(SIZES[0], 4, 3, other)
     assert (one.programs, one.accepted, one.seen) == (two.programs, two.accepted, two.seen)
     assert one.accepted != other.accepted
 

@@ -159,7 +159,7 @@ def recounted(now: StateView) -> StateView:
 
 
 def sealed_where_full(now: StateView) -> StateView:
-    """Seal the pages that the view's streams have filled, and no other: what was changed elsewhere may have moved them."""
+    """Seal the pages that the view's streams have filled, and no other: a change elsewhere may have moved them."""
     [pool] = now.device
     full = {
         page

@@ -26,7 +26,7 @@ def plan_of(views: Views, size: int = SIZE) -> Plan:
     for place, (pages, start, span) in enumerate(views):
         stream = Stream(Request(f"r{place}", 1, RequestConfig()), "main", 1)
         lease.rows.append(Row(stream, lease, start, start + span, 0, (Table(pages, len(pages)),), 0, 0))
-    return Plan(lease, size, (99,), frozenset(), 0)
+    return Plan(lease, size, (99,), frozenset(), 0, 1)
 
 
 def begin(number: int, after: Clock = NOTHING) -> StepBegin:

@@ -678,7 +678,7 @@ class Lost(MemoryBackend):
 def test_any_other_exception_of_the_backend_poisons_the_manager() -> None:
     rig = Rig(backend=Lost)
     rig.run(Segment("r", span=3))
-    with pytest.raises(Poisoned, match="illegal memory access.*build a new manager"):
+    with pytest.raises(Poisoned, match=r"illegal memory access.*build a new manager"):
         rig.manager.offload("r")
     lease = rig.manager.admit(Step([Segment("s")]))
     assert isinstance(lease, ManagerPoisoned)
@@ -818,7 +818,7 @@ def test_the_submission_lock_is_taken_before_the_state_lock_and_never_after_it(l
 def test_a_verb_under_the_state_lock_is_an_error_instead_of_a_deadlock(locked: Rig) -> None:
     locked.run(Segment("r", span=3))
     before = locked.manager.view()
-    with locked.manager._lock, pytest.raises(LockHeld, match="under the state lock.*release it first"):
+    with locked.manager._lock, pytest.raises(LockHeld, match=r"under the state lock.*release it first"):
         locked.manager.claim_offload("r")
     assert locked.manager.view() == before
     assert (locked.manager._submission, locked.manager._lock) not in Lock.taken

@@ -57,7 +57,7 @@ def a_violation() -> Violation:
                 retention={"main": RetentionPolicy(3)},
             )
         )
-        a.publish("s")
+        a.snapshot("s")
         a.launch_enter(a.plan(lease))
         a.run(lease)
         a.launch_exit(lease)
@@ -135,7 +135,7 @@ def fetches_end_in_every_way(one: World) -> None:
         for request in ("r", "s", "t"):
             node.ingest(request)
     _run(one.a, Step([Segment("r", span=3), Segment("r", "cfg")]))
-    publication = one.a.publish("r")
+    publication = one.a.publish(one.a.snapshot("r"))
     assert publication is not None
     main, cfg = one.b.claim_retrieve("r", publication, ("main", "cfg")).fetches
     one.b.copy(main)
@@ -169,7 +169,7 @@ def test_the_text_of_a_program_runs_as_that_program(case: str) -> None:
 
 
 def test_many_programs_of_the_walk_replay_as_they_ran() -> None:
-    for index in range(2 * len(walk.SIZES)):
+    for index in range(len(walk.SIZES)):
         ran = walk.program(9, index, walk.SIZES[index % len(walk.SIZES)])
         again, violation = program.run(ran.sizes, ran.program)
         assert violation is None
@@ -273,7 +273,7 @@ def test_bytes_that_are_no_text_are_no_replay_file(tmp_path: Path) -> None:
 def test_a_file_of_another_format_is_named(tmp_path: Path) -> None:
     file = tmp_path / "new.json"
     file.write_text('{"kvstate": 99}')
-    with pytest.raises(ValueError, match=r"new\.json: format 99; this version reads format 1"):
+    with pytest.raises(ValueError, match=r"new\.json: .*format 99; this version reads format 1"):
         program.load(file)
 
 
@@ -346,13 +346,15 @@ def test_values_are_written_as_a_person_would(value: Any, written: str) -> None:
 
 def test_a_result_gets_a_name_only_where_it_is_used() -> None:
     calls = [
-        Call("b", "publish", ("r",), "publish1"),
+        Call("b", "snapshot", ("r",), "snapshot0"),
+        Call("b", "publish", (Handle("snapshot0"),), "publish1"),
         Call("a", "claim_retrieve", ("r", Handle("publish1"), ("main", "cfg")), "retrieve2"),
         Call("a", "land", (Handle("retrieve2_cfg"),), "land3"),
         Call("a", "reset", ("r",), "reset4"),
     ]
     assert program.text(calls).splitlines() == [
-        "publish1 = b.publish('r')",
+        "snapshot0 = b.snapshot('r')",
+        "publish1 = b.publish(snapshot0)",
         "retrieve2 = a.claim_retrieve('r', publish1, ('main', 'cfg'))",
         "retrieve2_cfg = next(f for f in retrieve2.fetches if f.stream.label == 'cfg')",
         "a.land(retrieve2_cfg)",

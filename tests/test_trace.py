@@ -149,6 +149,16 @@ def test_a_trace_of_public_verbs_replays_also_through_clear() -> None:
     assert view(replay(traced.text())) == traced.manager.view()
 
 
+def test_a_plan_that_was_replaced_is_told_from_the_newest() -> None:
+    traced = Traced()
+    lease = traced.manager.admit(Step([Segment("r")]))
+    assert isinstance(lease, Lease)
+    old = traced.manager.plan(lease)
+    assert isinstance(old, Plan) and isinstance(traced.manager.plan(lease), Plan)
+    assert isinstance(traced.manager.launch_enter(old), Refusal)
+    assert view(replay(traced.text())) == traced.manager.view()
+
+
 def test_ops_that_failed_at_submit_are_in_the_trace() -> None:
     traced = Traced()
     traced.run(Step([Segment("r", span=3)]))
@@ -302,7 +312,9 @@ def test_handles_become_their_serials() -> None:
     lease = traced.manager.admit(Step([Segment("r")]))
     assert isinstance(lease, Lease)
     plan = traced.manager.plan(lease)
-    assert encode([lease, plan]) == [{"lease": lease.serial}, {"plan": lease.serial}]
+    assert isinstance(plan, Plan)
+    assert encode(lease) == {"lease": lease.serial}
+    assert list(encode(plan)) == ["plan"]
     traced.manager.abort(lease)
     claim = traced.manager.claim_offload("r")
     assert isinstance(claim, OffloadClaim)

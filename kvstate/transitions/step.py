@@ -196,7 +196,7 @@ def plan(state: State, lease: Lease) -> Plan | Refusal:
         return _stale(lease)
     # Effect.
     sinks = tuple(pool.sink for pool in state.device.pools)
-    lease.plan = Plan(lease, state.page_size, sinks, frozenset(lease.void_places()), lease.void)
+    lease.plan = Plan(lease, state.page_size, sinks, frozenset(lease.void_places()), lease.void, state.serial())
     lease.status = Status.PLANNED
     return lease.plan
 

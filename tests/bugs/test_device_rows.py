@@ -653,7 +653,7 @@ def test_D12_sibling_a_plan_is_stale_after_the_next_plan_of_its_lease(kv: Any) -
     second = kv.plan(lease)
     with pytest.raises(Refused) as refused:
         kv.launch(first)
-    assert refused.value.refusal == StalePlan(ended=True)
+    assert refused.value.refusal == StalePlan(request="r", label="main", ended=True)
     kv.launch(second)
 
 

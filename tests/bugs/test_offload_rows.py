@@ -277,7 +277,7 @@ def test_O6_a_forward_that_raises_does_not_pin_the_request(kv: Any) -> None:
 
     with pytest.raises(ZeroDivisionError), kv.manager.launch(plan):
         raise ZeroDivisionError
-    assert kv.commit(lease) == kv.abort(lease) == LeaseEnded()
+    assert kv.commit(lease) == kv.abort(lease) == LeaseEnded(request="r", label="main")
     assert kv.device_free == 6
     assert kv.reclaimable("r") == 2
     assert kv.offload("r") == Offloaded("r", 2)

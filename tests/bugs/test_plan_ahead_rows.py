@@ -140,9 +140,9 @@ def test_S3_a_step_that_another_thread_cancelled_does_not_run(kv: Any) -> None:
     other.start()
     other.join()
 
-    assert kv.plan(lease) == StalePlan(ended=True)
-    assert refused(kv, plan) == StalePlan(ended=True)
-    assert kv.commit(lease) == kv.abort(lease) == LeaseEnded()
+    assert kv.plan(lease) == StalePlan(request="r", label="main", ended=True)
+    assert refused(kv, plan) == StalePlan(request="r", label="main", ended=True)
+    assert kv.commit(lease) == kv.abort(lease) == LeaseEnded(request="r", label="main")
     assert (kv.tokens("r"), kv.device_free) == (before, 6)
 
 
@@ -157,20 +157,20 @@ def test_S3_sibling_a_step_cancelled_inside_its_launch_ends_at_its_exit(kv: Any)
         other.join()
         assert kv.device_free == 5, "its kernels may still be submitted"
         kv.compute(plan)
-    assert kv.commit(lease) == LeaseEnded()
+    assert kv.commit(lease) == LeaseEnded(request="r", label="main")
     assert (kv.tokens("r"), kv.device_free) == (before, 6)
 
 
 def test_S3_sibling_a_lease_has_one_life(kv: Any) -> None:
     kv.ingest("r")
     lease, plan = kv.staged(Segment("r"))
-    assert kv.commit(lease) == NotLaunched()
+    assert kv.commit(lease) == NotLaunched(request="r", label="main")
     kv.launch(plan)
-    assert refused(kv, plan) == AlreadyLaunched()
-    assert kv.plan(lease) == AlreadyLaunched()
+    assert refused(kv, plan) == AlreadyLaunched(request="r", label="main")
+    assert kv.plan(lease) == AlreadyLaunched(request="r", label="main")
     kv.commit(lease)
-    assert kv.commit(lease) == kv.abort(lease) == LeaseEnded()
-    assert refused(kv, plan) == StalePlan(ended=True)
+    assert kv.commit(lease) == kv.abort(lease) == LeaseEnded(request="r", label="main")
+    assert refused(kv, plan) == StalePlan(request="r", label="main", ended=True)
     assert len(kv.tokens("r")) == 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -367,16 +366,15 @@ def handles() -> tuple[list[str], list[str]]:
 
 def test_a_publisher_that_was_stopped_is_given_up_in_time(shared: Any, victim: Victim) -> None:
     con = shared(timeout_s=0.05)
-    os.kill(victim.child.process.pid, signal.SIGSTOP)
+    victim.child.stop()
     outcome = con.outcome_of(only(con, victim.publication))
     assert isinstance(outcome, Failed) and "did not answer within 0.05 s" in outcome.error
     assert con.device_free == 8
-    os.kill(victim.child.process.pid, signal.SIGCONT)
 
 
 def test_a_cancel_does_not_wait_for_a_publisher_that_was_stopped(shared: Any, victim: Victim) -> None:
     con = shared(timeout_s=3600.0)
-    os.kill(victim.child.process.pid, signal.SIGSTOP)
+    victim.child.stop()
     fetch = only(con, victim.publication)
     con.cancel_retrieve("r")
     assert con.outcome_of(fetch) == Cancelled()
@@ -386,7 +384,7 @@ def test_a_cancel_does_not_wait_for_a_publisher_that_was_stopped(shared: Any, vi
 def test_a_publisher_that_hangs_holds_up_no_other(shared: Any, victim: Victim, child: Child) -> None:
     con = shared(timeout_s=3600.0)
     con.ingest("s")
-    os.kill(victim.child.process.pid, signal.SIGSTOP)
+    victim.child.stop()
     hanging = only(con, victim.publication)
     other = child.make(1, address="other")
     other.ingest("s")
@@ -559,7 +557,7 @@ class Range:
     def _aim(self, victim: Victim, moment: str) -> threading.Timer | None:
         transport: Any = self.con.transport
         pieces = itertools.count()
-        piece = self.random.randrange(13)
+        piece = self.random.randrange(12)  # 46 tokens less own ones: 11 pages or 12, and one look before the first
 
         def reached(name: str) -> None:
             if name == moment and (name != "between two pieces" or next(pieces) == piece):

@@ -11,10 +11,12 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -389,6 +391,16 @@ class Child:
     def kill(self) -> None:
         """SIGKILL."""
         self.process.kill()
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until none of its threads runs: the signal does not."""
+        pid = self.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        end_s = time.monotonic() + WAIT_S
+        while any(stat.read_text().rpartition(") ")[2][0] != "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+            assert time.monotonic() < end_s
+            os.sched_yield()
 
     def close(self) -> None:
         """End it, however it is, and wait for that."""

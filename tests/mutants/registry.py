@@ -1,14 +1,16 @@
 """Mutants: known bugs of real engines and broken promises, put into the core one at a time.
 
-A mutant is a patch that a test applies and takes back; the core has no switch for any of them. `edit` changes one exact
-piece of a function's source and gives the function that code, so everybody who imported it runs it; `wrap` puts another
-function in its place wherever the core names it. Both fail loudly when the core has changed under them. The checker itself
-(`kvstate.testing`, `kvstate_spec`) is never patched.
+A mutant is a patch that a test applies and takes back; the core has no switch for any of them. `edit` changes exact
+pieces of a function's source and gives the function that code, so everybody who imported it runs it; `wrap` puts
+another function in its place wherever the core names it. Both fail loudly when the core has changed under them. The
+checker itself (`kvstate.testing`, `kvstate_spec`) is never patched.
 """
 
 from __future__ import annotations
 import __future__
 
+import builtins
+import dis
 import importlib
 import inspect
 import linecache
@@ -64,6 +66,10 @@ def _code(function: FunctionType, source: str) -> CodeType:
     module = compile(textwrap.dedent(source), inspect.getfile(function), "exec", flags, dont_inherit=True)
     [code] = [c for c in module.co_consts if isinstance(c, CodeType) and c.co_name == function.__name__]
     assert code.co_freevars == function.__code__.co_freevars == (), f"{function.__qualname__} is a closure"
+    inner = [code, *(c for c in code.co_consts if isinstance(c, CodeType))]
+    names = {i.argval for one in inner for i in dis.get_instructions(one) if i.opname == "LOAD_GLOBAL"}
+    unknown = names - vars(builtins).keys() - function.__globals__.keys()
+    assert not unknown, f"{function.__qualname__} does not know {unknown}"
     return code
 
 
@@ -378,7 +384,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.lifecycle.reset",
             (
                 "for stream in list(found.streams.values()):",
-                "for stream in [s for s in found.streams.values() if not isinstance(s.residency, OnHost)]:",
+                "for stream in [s for s in found.streams.values() if s.residency.name != 'OnHost']:",
             ),
         ),
     ),
@@ -727,7 +733,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "row.forked = True",
                 "row.forked = True\n"
                 "        row.stream.length, row.stream.released = length, row.released\n"
-                "        row.stream.residency = OnDevice(row.tables, 0)",
+                "        row.stream.residency = type(row.stream.residency)(row.tables, 0)",
             ),
         ),
     ),
@@ -911,13 +917,18 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "P4-pending",
+        "a stream that is being fetched is said to be off the device, as if a reload would help",
+        edit("transitions.claim.off_device", ("if isinstance(residency, Fetching):", "if False:")),
+    ),
+    Mutant(
         "P5-failed",
         "reset leaves the error of a failed fetch",
         edit(
             "transitions.lifecycle.reset",
             (
                 "for stream in list(found.streams.values()):",
-                "for stream in [s for s in found.streams.values() if not isinstance(s.residency, FetchFailed)]:",
+                "for stream in [s for s in found.streams.values() if s.residency.name != 'FetchFailed']:",
             ),
         ),
     ),
@@ -1083,11 +1094,6 @@ MUTANTS: tuple[Mutant, ...] = (
             ("if not row.void and row.stream.rows[0] is not row:", "if False:"),
             ("del stream.rows[0]", "stream.rows.remove(row)"),
         ),
-    ),
-    Mutant(
-        "§6-admissible",
-        "a step is admitted on a stream that is being fetched",
-        edit("transitions.reserve.not_admissible", ("if isinstance(residency, Fetching):", "if False:")),
     ),
     Mutant(
         "§6-temps",

@@ -719,7 +719,7 @@ def test_removed_content_lives_on_in_what_was_forked_from_it() -> None:
 
 
 def test_reclaimable_counts_pages_of_this_request_only_and_nothing_while_it_is_busy() -> None:
-    d = driver("a", "b")
+    d = driver("a", "b", host_pages=4)
     d.stored(step(span(7), post_forks=(StreamFork(StreamId("a"), StreamId("b")),)))
     assert (d.reclaimable("a"), d.reclaimable("b"), d.reclaimable("gone")) == (1, 1, 0)
     lease = d.admitted(step(span(1)))
