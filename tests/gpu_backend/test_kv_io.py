@@ -79,6 +79,7 @@ def test_spare_rows_of_static_buffers_go_to_the_sink_and_the_rest_nowhere() -> N
         kv = made.backend.bind(plan, "graph")
         before = made.backend.memory.cache.bytes.clone()
         kv.write_kv(rows(12, torch.bfloat16), rows(12, torch.bfloat16))
+        assert equal(kv.read_kv()[:6, 0], rows(12, torch.bfloat16)[:6])
         touched = {page for page, _ in plan.addresses("main")} | {made.layout.sink}
         changed = (made.backend.memory.cache.bytes != before).any(dim=1).nonzero().flatten().tolist()
         assert set(changed) == touched

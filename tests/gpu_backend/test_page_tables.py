@@ -1,5 +1,7 @@
 """A row holds what was uploaded into it, never what somebody planned; a running step's row is not rewritten."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -93,27 +95,31 @@ def test_a_shorter_table_of_the_same_origin_uploads_nothing() -> None:
     assert uploaded(rig) == before
 
 
-def test_an_upload_that_fails_is_made_again() -> None:
-    class Failing(CountingQueues):
-        failing = False
+class FailingQueues(CountingQueues):
+    failing = False
 
-        def upload(self, *args: object) -> None:
-            if self.failing:
-                raise SubmitError("made to fail")
-            super().upload(*args)  # type: ignore[arg-type]
+    def upload(self, *args: Any) -> None:
+        if self.failing:
+            raise SubmitError("made to fail")
+        super().upload(*args)
 
-    queues = Failing()
-    rig = Rig(queues=queues)
-    rig.ingest("a")
-    with rig.step(Segment("a", span=3)):
-        pass
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_upload_that_failed_is_made_again(count: int) -> None:
+    queues = FailingQueues()
+    rig = Rig(queues=queues, rows=count)
+    rig.ingest("a", "b")
+    # With one row, "b" takes that of "a", whose table then stays the same throughout.
+    for request, span in (("a", 3), ("b", 3)):
+        with rig.step(Segment(request, span=span)):
+            pass
     queues.failing = True
-    with pytest.raises(SubmitError), rig.launched(Step((Segment("a", span=3),))):
+    with pytest.raises(SubmitError), rig.launched(Step((Segment("a", span=1 if count == 1 else 3),))):
         pass
-    queues.failing = False
-    with rig.step(Segment("a", span=3)) as plan:
-        assert rows(rig, plan) == expected(plan)
     assert all(row.readers == 0 for row in rig.backend.memory.tables._rows)
+    queues.failing = False
+    with rig.step(Segment("a", span=1)) as plan:
+        assert rows(rig, plan) == expected(plan)
 
 
 def test_retention_and_forks_change_whole_rows() -> None:

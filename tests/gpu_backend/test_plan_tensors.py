@@ -197,6 +197,8 @@ def test_the_tail_of_static_buffers_is_at_the_sink(spans: list[int], bucket: int
         assert tensors.bucket == (bucket or (2 if sum(spans) <= 2 else 20))
         agree(rig, plan, tensors)
         tail_at_sink(rig, tensors)
+        whole = tensors.token_page.as_strided((32,), (1,))
+        assert (whole[tensors.tokens :] == rig.layout.sink).all(), "a longer graph's rows point there too"
 
 
 def test_every_label_of_every_slot_has_its_own_buffers() -> None:
