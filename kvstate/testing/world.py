@@ -371,7 +371,7 @@ class Node:
             contents, then = self.reference.contents(), self._noted[noted.serial]
             unknown = sorted(set(published.ranks[0]) - (set(now) & set(then)))
             if unknown:
-                self._violated("reference", f"published {unknown} of {published.request!r}, which has only {sorted(now)}")
+                self._violated("reference", f"published {unknown} of {published.request!r}, which has {sorted(now)}")
             tokens: dict[str, tuple[Any, ...]] = {}
             for label, record in published.ranks[0].items():
                 tokens[label] = contents[published.request, label]

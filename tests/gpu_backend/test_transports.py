@@ -304,6 +304,16 @@ def test_a_publisher_that_cannot_answer_is_a_failure_and_serves_the_next_fetch(
     own.finish()
 
 
+def test_a_publisher_that_leaves_between_the_copy_and_the_question_is_a_failure(pub: Any, con: Any) -> None:
+    fetch = only(con, pub.publish("r"))
+    con.transport.copy(fetch)
+    con.transport.network.leave("pub")
+    con.transport.finish(fetch)
+    outcome = con.outcome_of(fetch)
+    assert isinstance(outcome, Failed) and "'pub'" in outcome.error
+    assert (con.stream("r").residency, con.device_free) == ("FetchFailed", 8)
+
+
 # -- between processes only
 
 
