@@ -6,15 +6,14 @@ The limit is one memcpy of the same bytes. Beside it run, on the same memory and
     gather        all pages gathered into a temporary, from there in runs contiguous in the target
     layer-major   storage (layers, pages, …): page by page, layer by layer
 
-All of them move bytes by the same memmove on one thread, so what differs is what they ask of it. Each call takes pages
-that the calls before it did not touch, in pools far larger than a CPU's cache: a page that is offloaded was last
-touched long ago. In a fragmented pool the pages of a call lie anywhere, in both pools; in a fresh one, in one row.
+All of them move bytes by the same memmove on one thread, so what differs is what they ask of it. They take turns at the
+same places, each turn longer than a CPU's cache: a page that is offloaded was last touched long ago. In a fragmented
+pool the pages of a call lie anywhere, in both pools; in a fresh one, in one row.
 """
 
 from __future__ import annotations
 
 import ctypes
-import platform
 import random
 import statistics
 import time
@@ -34,7 +33,7 @@ from kvstate.ops import PageCopies
 from kvstate.ordering import Queue
 
 PAGE_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20)
-PAGES = (16, 64, 256, 1024)
+PAGES = (16, 128, 1024)
 POOLS = ("fresh", "fragmented")
 LAYERS = 32
 BYTES_MAX = 2 << 30
@@ -143,6 +142,8 @@ class _Allocations(TorchDispatchMode):
 
 def temporary_bytes(method: Callable[[Case, int], None], case: Case) -> int:
     """Return the memory that one call takes for itself: tensors, and Python's objects at their peak."""
+    with _Allocations():
+        method(case, 0)  # What torch loads when it is first watched is no temporary.
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -191,16 +192,16 @@ def cases(
 def measure(case: Case, repeats: int) -> dict[str, list[float]]:
     """Return seconds per call of every method, one value per repeat; the methods take turns."""
     taken: dict[str, list[float]] = {name: [] for name in METHODS}
+    names = list(METHODS)
     last = len(case.source) - case.pages
     place = 0
     for turn in range(repeats + 1):
-        names = list(METHODS)
+        places = []
+        for _ in range(case.calls):
+            places.append(place)
+            place = place + case.pages if place + case.pages <= last else 0
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            places = []
-            for _ in range(case.calls):
-                places.append(place)
-                place = place + case.pages if place + case.pages <= last else 0
             method = METHODS[name]
             began = time.perf_counter()
             for at in places:
@@ -212,7 +213,7 @@ def measure(case: Case, repeats: int) -> dict[str, list[float]]:
 
 def main(
     *,
-    repeats: int = 15,
+    repeats: int = 9,
     bytes_max: int = BYTES_MAX,
     page_bytes: Sequence[int] = PAGE_BYTES,
     pages: Sequence[int] = PAGES,
@@ -262,7 +263,6 @@ def main(
         torch.set_num_threads(threads)
     return {
         "bench": "copy",
-        "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "repeats": repeats,
         "bytes_max": usable,

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstate.cli import Exit
+from kvstate.cli.bench_copy import bench_copy
 from kvstate.manager import KVManager
 from kvstate.ops import Op
 from kvstate.ordering import NOTHING, Clock
@@ -183,3 +184,6 @@ def bench_claim(repeats: int, json_file: Path | None) -> None:
     for row in results:
         table.add_row(f"{row['pages']:,}", str(row["direction"]), f"{row['min_us']:.3f}", f"{row['median_us']:.3f}")
     _report(json_file, table, {"bench": "claim", "results": results})
+
+
+bench.add_command(bench_copy)
