@@ -53,7 +53,7 @@ def _find(path: str) -> Any:
     return found
 
 
-def _core() -> Iterator[ModuleType]:
+def core_modules() -> Iterator[ModuleType]:
     """Yield the modules of the core; the checker and the command line are left alone."""
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "kvstate" and not name.startswith(("kvstate.testing", "kvstate.cli")):
@@ -107,7 +107,7 @@ def wrap(path: str, make: Callable[[Any], Any]) -> Patch:
         function = _find(path)
         replacement = make(function)
         places: list[tuple[dict[str, Any], str]] = []
-        for module in _core():
+        for module in core_modules():
             tables = [vars(module), *(value for value in vars(module).values() if type(value) is dict)]
             places += [(table, key) for table in tables for key, value in table.items() if value is function]
         assert places, f"nobody names {path}: the core changed, adapt the mutant"
@@ -298,8 +298,8 @@ class Mutant:
         Puts it in.
     layers
         The witnesses of the random walk that may be first to object.
-    programs
-        The walk must find it within so many programs.
+    seed, programs
+        From this seed on, the walk must find it within so many programs.
     slow
         The walk takes longer than a few tenths of a second to find it.
     by_hand
@@ -312,7 +312,8 @@ class Mutant:
     what: str
     patch: Patch
     layers: tuple[str, ...] = attrs.field(default="", converter=lambda names: tuple(names.split()))
-    programs: int = 40
+    seed: int = 1
+    programs: int = 100
     slow: bool = False
     by_hand: Callable[[], None] | None = None
     to_come: str = ""
@@ -1110,8 +1111,6 @@ MUTANTS: tuple[Mutant, ...] = (
 
 # -- the hunt
 
-SEED = 0
-
 
 @attrs.frozen
 class Caught:
@@ -1124,18 +1123,23 @@ class Caught:
     seconds: float
 
 
-def hunt(mutant: Mutant, programs_max: int, seed: int = SEED) -> Caught | None:
-    """Walk on the mutated core; return the first violation of at most `programs_max` programs."""
+def hunt(mutant: Mutant, programs_max: int | None = None, seed: int | None = None) -> Caught | None:
+    """Walk on the mutated core from the mutant's seed on, for at most its number of programs; return what was met."""
     tally = Tally("mutants")
     start = time.monotonic()
     with mutant.patch():
-        met = walk(seed, float("inf"), tally, programs_max=programs_max)
+        met = walk(
+            mutant.seed if seed is None else seed,
+            float("inf"),
+            tally,
+            programs_max=mutant.programs if programs_max is None else programs_max,
+        )
     if met is None:
         return None
     return Caught(mutant, *met, tally.programs, time.monotonic() - start)
 
 
 # Sources are read while they are what was imported: an editor may be at work.
-for _module in _core():
+for _module in core_modules():
     if getattr(_module, "__file__", None):
         linecache.getlines(str(_module.__file__))

@@ -1,0 +1,83 @@
+"""Measure every mutant and write docs/mutants.md: ``python tests/mutants/table.py [PATTERN]``.
+
+A mutant is hunted by the random walk as the tests do; then the program that shows it is made as short as
+`kvstate.testing.program.shrink` can. With a pattern, only the mutants whose id matches are measured, and nothing is
+written.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+from registry import MUTANTS, NOT_HERE, Mutant, hunt
+
+from kvstate.testing import program
+
+TARGET = Path(__file__).parents[2] / "docs" / "mutants.md"
+
+HEAD = """\
+# Mutants
+
+Known bugs of real engines (rows O, F, S, D and P of the collected bugs) and broken promises, put into the core one at a
+time by `tests/mutants/registry.py`. The core has no switch for any of them.
+
+`layer` is who objected first while the random walk ran on the mutated core (`python -m pytest tests/mutants` asserts
+it, and that the machine as it is passes the same programs): **reference** (answer or state differs from the executable
+spec), **refusal** (a refused call changed something), **promise** (an invariant of the view), **oracle** (a stream, or
+what a step read, holds other tokens than were committed), **judge** (two ops in conflict that no edge orders), **crash**
+(the core raised). `by hand` is a program in the registry, for verbs that block, which no walk calls. `programs` and
+`seconds` are what the walk took from the mutant's seed on, on one core; `calls` is the length of the program that shows
+it, after shrinking, with what ends it.
+
+Written by `python tests/mutants/table.py`.
+
+| mutant | what the core does wrong | layer | caught | seconds | programs | calls |
+|---|---|---|---|--:|--:|--:|
+"""
+
+
+def row(mutant: Mutant) -> tuple[str, bool]:
+    """Measure a mutant; return its line of the table, and whether it was caught."""
+    start = f"| {mutant.id} | {mutant.what} |"
+    if mutant.to_come:
+        return f"{start} {mutant.to_come} | not run | | | |", True
+    if mutant.by_hand is not None:
+        began = time.monotonic()
+        with mutant.patch():
+            try:
+                mutant.by_hand()
+            except AssertionError:
+                return f"{start} by hand | yes | {time.monotonic() - began:.2f} | 1 | |", True
+        return f"{start} by hand | **no** | | | |", False
+    caught = hunt(mutant)
+    if caught is None:
+        return f"{start} | **no** | | {mutant.programs} | |", False
+    violation = caught.violation
+    with mutant.patch():
+        short = program.shrink(caught.sizes, violation.program, violation.witness, tries_max=1500)
+    line = f"{start} {violation.witness} | yes | {caught.seconds:.2f} | {caught.programs} | {len(short)} |"
+    return line, True
+
+
+def main(pattern: str = "") -> int:
+    """Print the table; without a pattern, write it too. Return 1 when a mutant was not caught."""
+    lines = []
+    missed = 0
+    for mutant in MUTANTS:
+        if re.search(pattern, mutant.id):
+            line, caught = row(mutant)
+            print(line, flush=True)
+            lines.append(line)
+            missed += not caught
+    if not pattern:
+        rest = "".join(f"- {name}: {why}.\n" for name, why in NOT_HERE.items())
+        TARGET.write_text(f"{HEAD}{chr(10).join(lines)}\n\nNot expressible in this part:\n\n{rest}")
+        print(f"written to {TARGET}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))
