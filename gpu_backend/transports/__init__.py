@@ -2,8 +2,9 @@
 
 from gpu_backend.transports.fetches import Faults, FetchTransport, PeerLost, unique_address
 from gpu_backend.transports.in_process import InProcessTransport, Network
+from gpu_backend.transports.memory import SharedMemory, share
 from gpu_backend.transports.pages import Pages
-from gpu_backend.transports.shared_memory import Publisher, SharedMemory, SharedMemoryTransport, share
+from gpu_backend.transports.shared_memory import Publisher, SharedMemoryTransport
 
 __all__ = [
     "Faults",

@@ -17,9 +17,7 @@ for an answer; whatever it waits for, it waits for no longer than `timeout_s`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import mmap
 import os
 import select
 import selectors
@@ -30,21 +28,20 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
-from gpu_backend.device_cache import DeviceCache, paged
 from gpu_backend.transports.fetches import EpochHolds, Faults, FetchTransport, PeerLost
+from gpu_backend.transports.memory import SharedMemory, mapped
 from gpu_backend.transports.pages import Pages
 from kvstate.ordering import Clock
 from kvstate.types import Record
 
 _MESSAGE_BYTES_MAX = 1 << 16
 _BACKLOG = 128
+_NAMESPACE = "\0kvstate/"
 
 
 def _name(address: str) -> str:
     """Name of the socket: abstract, so it needs no directory and nobody has to remove it."""
-    return f"\0kvstate/{address}"
+    return _NAMESPACE + address
 
 
 def _uid(connection: socket.socket) -> int:
@@ -52,58 +49,6 @@ def _uid(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return int(uid)
-
-
-class SharedMemory:
-    """Bytes that other processes can map. Not released before the last tensor over them, here and there.
-
-    Parameters
-    ----------
-    size_bytes
-        Fixed: the memory is sealed against growing and shrinking, so no reader can run off its end.
-
-    Attributes
-    ----------
-    bytes
-        uint8, ``(size_bytes,)``, zeros.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self.fd = os.memfd_create("kvstate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, size_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self.bytes = _map(self.fd, size_bytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
-
-    def close(self) -> None:
-        """Hand it to nobody any more. Twice is harmless."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-def _map(fd: int, size_bytes: int) -> torch.Tensor:
-    """Map shared memory; the mapping ends with the last tensor over it."""
-    return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
-
-
-def share(cache: DeviceCache) -> SharedMemory:
-    """Put a cache into shared memory. Its content is lost, so do it before the first step.
-
-    Raises
-    ------
-    ValueError
-        When the cache is not in the memory of this machine's CPU.
-    """
-    if not cache.bytes.is_cpu:
-        raise ValueError(f"{cache.layout.name}: shared memory takes a cache on device 'cpu', not {cache.bytes.device}")
-    memory = SharedMemory(cache.bytes.numel())
-    cache.bytes = memory.bytes.view(cache.bytes.shape)
-    cache.storage = paged(cache.bytes, cache.layout)
-    return memory
 
 
 class Publisher:
@@ -240,7 +185,7 @@ class _Far:
                 if len(fds) != 1:
                     raise PeerLost(self._address, f"{self._address!r} handed over no memory")
                 count, page_bytes = message["pages"], message["page_bytes"]
-                memory = _map(fds[0], count * page_bytes).view(count, page_bytes)
+                memory = mapped(fds[0], count * page_bytes).view(count, page_bytes)
                 self._pages = Pages(memory, tuple(message["page_shape"]), message["dtype"])
             finally:
                 for fd in fds:

@@ -26,6 +26,9 @@ class StampedBackend(Backend, Protocol):
     def read(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
         """Return the stamps of tokens ``0 … length`` of a table of device pages."""
 
+    def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[Any]]:
+        """Return what `read` gives of each table and length; one gather, where that is cheaper."""
+
     def read_host(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
         """Return the stamps of tokens ``0 … length`` of a table of host pages."""
 

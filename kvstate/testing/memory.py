@@ -173,6 +173,10 @@ class MemoryBackend:
         """Return the device stamps of tokens ``0 … length`` of a page table."""
         return self.load(group, table, 0, length)
 
+    def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[Any]]:
+        """Return what `read` gives of each table."""
+        return [self.read(table, length) for table, length in zip(tables, lengths, strict=True)]
+
     def read_host(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
         """Return the host stamps of tokens ``0 … length`` of a page table."""
         return self.load(group, table, 0, length, Tier.HOST)

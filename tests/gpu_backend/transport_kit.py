@@ -35,6 +35,7 @@ from gpu_backend.transports import (
     Publisher,
     SharedMemoryTransport,
     share,
+    shared_memory,
 )
 from gpu_backend.transports.fetches import Job
 from kvstate.backend import Cancelled, Failed, Outcome
@@ -53,6 +54,10 @@ TIMEOUT_S = 30.0
 """Of a transport whose publisher always answers."""
 
 STAMPS_PER_PROCESS = 1 << 32
+
+# Several test runs on one machine use the same addresses at the same time.
+NAMESPACE = f"\0kvstate-tests/{os.getpid()}/"
+shared_memory._NAMESPACE = NAMESPACE
 
 
 class Conductor(FetchTransport):
@@ -311,9 +316,10 @@ class _Held:
         return self.objects[value.serial] if isinstance(value, Ref) else value
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Connection, namespace: str) -> None:
     """Do what the parent says, until it is gone."""
     torch.set_num_threads(1)
+    shared_memory._NAMESPACE = namespace
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     held = _Held()
     while True:
@@ -360,7 +366,7 @@ class Child:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, NAMESPACE), daemon=True)
         self.process.start()
         theirs.close()
 

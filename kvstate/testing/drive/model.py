@@ -185,7 +185,7 @@ class Launcher:
         if any(count < view.span for count, view in zip(accepted, views, strict=True)):
             planned.accepted = accepted
         written = time.thread_time()
-        found = [self.backend.read(view.pages, view.length) for _, _, view, _ in live]
+        found = self.backend.read_many([view.pages for _, _, view, _ in live], [view.length for _, _, view, _ in live])
         expected = [part.job.content[label] for part, label, _, _ in live]
         if found != expected:
             for (part, label, _, _), got, wanted in zip(live, found, expected, strict=True):
