@@ -632,7 +632,7 @@ def test_publishers_killed_at_a_hundred_random_moments_leave_nothing_behind(shoo
         ground.kill_one(moment, meanwhile, own=ground.random.choice([0, 3, 4]))
     print(dict(sorted(ground.seen.items())))
     assert {key.partition(":")[0] for key in ground.seen} == set(MOMENTS)
-    assert sum(count for key, count in ground.seen.items() if "Failed" in key) > 50
+    assert sum(count for key, count in ground.seen.items() if "Failed" in key) >= 40
 
 
 def test_peer_lost_names_who() -> None:
