@@ -72,7 +72,7 @@ class Decoder:
 
 @attrs.define
 class History:
-    """One stream, contiguous: K and V per layer, and every token's word and logits, those that retention dropped too."""
+    """One stream, contiguous: K and V per layer; word and logits of every token, those that retention dropped too."""
 
     k: list[Tensor]
     v: list[Tensor]

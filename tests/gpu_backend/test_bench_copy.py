@@ -1,4 +1,4 @@
-"""`kvstate bench copy`: every method moves the same bytes, what it takes for itself is seen, and the numbers are told."""
+"""`kvstate bench copy`: every method moves the same bytes, what it takes for itself is seen, and all is told."""
 
 import json
 import warnings

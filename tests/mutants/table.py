@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from registry import MUTANTS, NOT_HERE, Mutant, hunt
+from tests.mutants.registry import MUTANTS, NOT_HERE, Mutant, hunt
 
 from kvstate.testing import program
 

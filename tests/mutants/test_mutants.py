@@ -12,7 +12,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
-from registry import MUTANTS, NOT_HERE, WITNESSES, Mutant, core_modules, hunt
+from tests.mutants.registry import MUTANTS, NOT_HERE, WITNESSES, Mutant, core_modules, hunt
 
 from kvstate.testing import program
 from kvstate.testing.walk import Tally, walk
