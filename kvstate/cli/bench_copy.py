@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from kvstate.testing import backends
 
 GROUP = "kvstate.benches"
 """The entry point group of what measures devices."""
@@ -25,15 +26,10 @@ METHODS = {"copier": "this copier", "gather": "gather, then runs", "layer_major"
 
 def _find(name: str) -> Callable[..., dict[str, Any]]:
     """Return the bench called `name`."""
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        raise click.UsageError(f"there is no bench {name!r} among the entry points of {GROUP}; reinstall kvstate")
     try:
-        measure: Callable[..., dict[str, Any]] = found[name].load()
-    except ImportError as error:
-        missing = "; it needs the gpu extra: pip install 'kvstate[gpu]'" if error.name == "torch" else ""
-        raise click.UsageError(f"the bench {name!r} cannot be imported: {error}{missing}") from error
-    return measure
+        return backends.installed(GROUP, "bench", name)
+    except backends.BackendNotFound as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _size(size_bytes: int) -> str:

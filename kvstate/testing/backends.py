@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import entry_points
@@ -52,25 +53,33 @@ class BackendNotFound(Exception):
     """No backend of that name can be had; the message says which are installed, or what is missing."""
 
 
-@cache
-def find(name: str) -> Callable[..., StampedBackend]:
-    """Return what makes the backend called `name`.
+def installed(group: str, what: str, name: str) -> Callable[..., Any]:
+    """Return the entry point called `name` of `group`; `what` it is, for messages.
 
     Raises
     ------
     BackendNotFound
         When none is installed under that name, or it cannot be imported.
     """
-    found = {point.name: point for point in entry_points(group=GROUP)}
+    found = {point.name: point for point in entry_points(group=group)}
     if name not in found:
-        installed = ", ".join(sorted(found)) or "none (reinstall kvstate)"
-        raise BackendNotFound(f"there is no backend {name!r}; installed: {installed}")
+        names = ", ".join(sorted(found)) or "none (reinstall kvstate)"
+        raise BackendNotFound(f"there is no {what} {name!r}; installed: {names}")
     try:
-        made: Callable[..., StampedBackend] = found[name].load()
+        with warnings.catch_warnings():
+            # A torch without numpy says so when it is first imported; nothing here needs numpy.
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+            loaded: Callable[..., Any] = found[name].load()
     except ImportError as error:
         missing = "; it needs the gpu extra: pip install 'kvstate[gpu]'" if error.name == "torch" else ""
-        raise BackendNotFound(f"the backend {name!r} cannot be imported: {error}{missing}") from error
-    return made
+        raise BackendNotFound(f"the {what} {name!r} cannot be imported: {error}{missing}") from error
+    return loaded
+
+
+@cache
+def find(name: str) -> Callable[..., StampedBackend]:
+    """Return what makes the backend called `name`; raises as `installed` does."""
+    return installed(GROUP, "backend", name)
 
 
 def make(name: str, geometry: Geometry, judge: EdgeJudge | None, **options: int | None) -> StampedBackend:

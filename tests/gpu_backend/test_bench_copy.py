@@ -139,6 +139,6 @@ def test_without_torch_the_message_names_the_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_the_entry_point_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "entry_points", lambda group: ())
+    monkeypatch.setattr(command.backends, "entry_points", lambda group: ())
     result = CliRunner().invoke(kvstate, ["bench", "copy"])
     assert result.exit_code == Exit.USAGE and "reinstall kvstate" in result.output
