@@ -291,7 +291,7 @@ class Mutant:
     Attributes
     ----------
     id
-        The row of BUGS.md (or "§6" for a promise of the design that no row covers) and a word.
+        The row of BUGS.md (or "promise", for one of the design that no row covers) and a word.
     what
         What the core does wrong, in a sentence.
     patch
@@ -320,7 +320,7 @@ class Mutant:
 
     @property
     def row(self) -> str:
-        """The row of BUGS.md, or "§6"."""
+        """The row of BUGS.md, or "promise"."""
         return self.id.split("-")[0]
 
 
@@ -341,6 +341,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.offload.claim_offload",
             ("stream.residency = Offloading(claim)", "stream.residency = OnHost(tuple(host), NOTHING, NOTHING)"),
         ),
+        layers="reference",
     ),
     Mutant(
         "O2-names",
@@ -354,11 +355,13 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
             (_IDENTITY, "if isinstance(stream.residency, (Offloading, OnDevice)):"),
         ),
+        layers="reference promise",
     ),
     Mutant(
         "O2-identity",
         "claim identity off: the late commit of an offload acts on whatever its streams have become",
         edit("transitions.offload.commit_offload", (_IDENTITY, "if True:")),
+        layers="reference promise",
     ),
     Mutant(
         "O2-reload",
@@ -367,16 +370,23 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reload.commit_reload",
             ("if isinstance(stream.residency, Reloading) and stream.residency.claim is claim:", "if True:"),
         ),
+        layers="reference promise",
     ),
     Mutant(
         "O2-abandon",
         "claim identity off: the late abandon of an offload restores its streams although they were reset",
         edit("transitions.offload.abandon_offload", (_IDENTITY, "if True:")),
+        layers="reference promise",
+        seed=3,
+        programs=600,
     ),
     Mutant(
         "O3-orphan",
         "an orphaned offload keeps its host pages",
         off("transitions.offload.commit_offload", "state.host.drop(part.host, copy)"),
+        layers="promise",
+        seed=4,
+        slow=True,
     ),
     Mutant(
         "O5-reset",
@@ -388,6 +398,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "for stream in [s for s in found.streams.values() if s.residency.name != 'OnHost']:",
             ),
         ),
+        layers="reference oracle",
     ),
     Mutant(
         "O6-exception",
@@ -395,7 +406,9 @@ MUTANTS: tuple[Mutant, ...] = (
         off("manager.Launch.__exit__", "self._manager.abort(self.plan.lease)"),
         by_hand=a_forward_that_raises,
     ),
-    Mutant("O7-flag", "busy is a flag that any step's end clears, not a count of leases", _busy_by_flag),
+    Mutant(
+        "O7-flag", "busy is a flag that any step's end clears, not a count of leases", _busy_by_flag, layers="reference"
+    ),
     Mutant(
         "O7-newest",
         "a step counts as busy only once it is launched, so one that is planned ahead does not",
@@ -403,11 +416,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.claim.lease_in_the_way",
             ("if stream.rows:", "if any(row.lease.number for row in stream.rows):"),
         ),
+        layers="reference",
     ),
     Mutant(
         "O7-off",
         "no lease check in claim_offload",
         edit("transitions.claim.lease_in_the_way", ("if stream.rows:", "if False:")),
+        layers="reference",
     ),
     Mutant(
         "O8-commit",
@@ -417,16 +432,19 @@ MUTANTS: tuple[Mutant, ...] = (
             ("if row.void:", "if row.void and row.wide:"),
             ("del stream.rows[0]", "(stream.voided if row.void else stream.rows).remove(row)"),
         ),
+        layers="promise crash",
     ),
     Mutant(
         "O8-void",
         "reset and remove leave the steps planned on a stream valid",
         off("transitions.leaving.empty", "void_from(stream, 0)"),
+        layers="reference promise",
     ),
     Mutant(
         "O8-discard",
         "an offload that discards steps in flight leaves them valid",
         off("transitions.offload.claim_offload", "void_from(stream, 0)"),
+        layers="promise",
     ),
     Mutant(
         "O9-half",
@@ -443,21 +461,27 @@ MUTANTS: tuple[Mutant, ...] = (
                 "            streams.append(stream)",
             ),
         ),
+        layers="reference promise",
+        seed=6,
     ),
     Mutant(
         "O10-commit",
         "commit does not look whether the copy failed",
         edit("transitions.claim.not_committable", ("claim.failure is not None", "False")),
+        layers="reference",
     ),
     Mutant(
         "O10-unnoted",
         "a copy that failed at submit is noted nowhere",
         off("transitions.lifecycle.op_failed", "owner.failure = error"),
+        layers="oracle",
+        slow=True,
     ),
     Mutant(
         "O10-abandon",
         "an offload given up because its copy failed leaves its streams off the device",
         edit("transitions.offload.abandon_offload", (_IDENTITY, f"{_IDENTITY[:-1]} and claim.failure is None:")),
+        layers="promise",
     ),
     Mutant(
         "O10-reload",
@@ -466,6 +490,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reload.abandon_reload",
             ("state.device.drop(part.device, copy)", "claim.failure or state.device.drop(part.device, copy)"),
         ),
+        layers="promise",
+        slow=True,
     ),
     Mutant(
         "O10-finish",
@@ -477,12 +503,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "O12-logged",
         "a full host pool is reported, and the device pages leave all the same",
         wrap("transitions.offload.claim_offload", _full_host_pool_is_only_logged),
+        layers="refusal",
+        slow=True,
     ),
     # -- ordering on the device
     Mutant(
         "D1-copy-out",
         "a copy out does not follow the step that wrote its pages",
         off("transitions.offload.claim_offload", "after = merge(after, stream.written)"),
+        layers="judge",
     ),
     Mutant(
         "D1-fork",
@@ -491,19 +520,27 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.fork.apply_post_forks",
             "fork.target.stream.written = merge(fork.target.stream.written, at(Queue.COMPUTE, op.number))",
         ),
+        layers="judge",
+        seed=2,
+        slow=True,
     ),
     Mutant(
         "D2-grant",
         "a copy in does not follow what used its device pages before",
         off("transitions.reload.claim_reload", "after = merge(after, pool.fence_of(granted))"),
+        layers="judge",
     ),
     Mutant(
-        "D2-drop", "a dropped page forgets its owner's uses", edit("arena.Pool.drop", ("merge(fence, uses)", "fence"))
+        "D2-drop",
+        "a dropped page forgets its owner's uses",
+        edit("arena.Pool.drop", ("merge(fence, uses)", "fence")),
+        layers="judge",
     ),
     Mutant(
         "D2-reads",
         "a step that ends is no use of the pages it read",
         off("transitions.leaving.end_row", "stream.used = merge(stream.used, at(Queue.COMPUTE, lease.number))"),
+        layers="judge",
     ),
     Mutant(
         "D2-fork",
@@ -512,11 +549,17 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.fork.apply_post_forks",
             "fork.source.stream.used = merge(fork.source.stream.used, at(Queue.COMPUTE, op.number))",
         ),
+        layers="judge",
+        seed=28,
+        programs=2000,
+        slow=True,
     ),
     Mutant(
         "D2-fetch",
         "a fetch does not follow what used its pages before",
         off("transitions.retrieve._fetch", "after = merge(after, pool.fence_of(granted))"),
+        layers="judge",
+        seed=5,
     ),
     Mutant(
         "D2-landed",
@@ -525,6 +568,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.retrieve._end",
             "state.outbox.append(FetchEnd(state.number(), NOTHING, fetch, fetch.op.number))",
         ),
+        layers="judge",
     ),
     Mutant(
         "D3-step",
@@ -533,16 +577,19 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reserve.Reservation._build_growth",
             "row.entered = merge(row.entered, pool.fence_of(table.part(covered, wanted)))",
         ),
+        layers="judge",
     ),
     Mutant(
         "D3-released",
         "device pages are released as if the copy out had run",
         off("transitions.offload.commit_offload", "stream.used = merge(stream.used, copy)"),
+        layers="judge",
     ),
     Mutant(
         "D4-host-grant",
         "a copy out does not follow what used its host pages before",
         off("transitions.offload.claim_offload", "after = merge(after, pool.fence_of(moved[group].values()))"),
+        layers="judge",
     ),
     Mutant(
         "D4-host-released",
@@ -551,11 +598,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reload.commit_reload",
             ("merge(merge(before.written, before.used), copy)", "merge(before.written, before.used)"),
         ),
+        layers="judge",
     ),
     Mutant(
         "D5-copy-in",
         "a step does not follow the copy in of what it reads",
         off("transitions.reload.commit_reload", "stream.written = copy"),
+        layers="judge",
     ),
     Mutant(
         "D6-orphan",
@@ -564,6 +613,9 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reload.commit_reload",
             ("state.device.drop(part.device, copy)", "state.device.drop(part.device, NOTHING)"),
         ),
+        layers="judge",
+        seed=6,
+        programs=600,
     ),
     Mutant(
         "D6-abandon",
@@ -572,21 +624,30 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reload.abandon_reload",
             ("state.device.drop(part.device, copy)", "state.device.drop(part.device, NOTHING)"),
         ),
+        layers="judge",
+        seed=3,
+        programs=600,
+        slow=True,
     ),
     Mutant(
         "D8-whole-page",
         "an offload copies the whole last page, not its committed tokens",
         edit("transitions.offload.claim_offload", ("pages[table[full]] = rest", "pages[table[full]] = size")),
+        layers="judge",
     ),
     Mutant(
         "D10-last-owner",
         "only the last owner's uses are merged into the fence",
         edit("arena.Pool.drop", ("fences[page] = merged", "fences[page] = fence if left else merged")),
+        layers="judge",
+        programs=600,
+        slow=True,
     ),
     Mutant(
         "D11-grant",
         "a grant clears the fence",
         edit("arena.Pool.grant", ("owners[page] = 1", "owners[page], self.fences[page] = 1, NOTHING")),
+        layers="promise",
     ),
     Mutant(
         "D11-read",
@@ -595,6 +656,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "arena.Pool.fence_of",
             ("fence = fences[page]", "fence = fences[page]\n            fences[page] = NOTHING"),
         ),
+        layers="promise",
     ),
     Mutant(
         "D11-abort",
@@ -609,6 +671,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "                    state.device.pools[0].fences[page] = NOTHING",
             ),
         ),
+        layers="promise",
     ),
     Mutant(
         "D11-failed",
@@ -622,31 +685,39 @@ MUTANTS: tuple[Mutant, ...] = (
                 "            state.device.pools[0].fences[page] = NOTHING",
             ),
         ),
+        layers="promise",
+        slow=True,
     ),
     Mutant(
         "D11-launched",
         "a launched lease that is aborted gives pages back as if it had never run",
         edit("transitions.leaving.give_back", ("stream.used if lease.number else NOTHING", "NOTHING")),
+        layers="judge",
     ),
     Mutant(
         "D12-stale",
         "launch does not look whether its plan is stale",
         edit("transitions.step.launch_enter", ("if lease.void != planned.void:", "if False:")),
+        layers="reference",
     ),
     Mutant(
         "D13-youngest",
         "pages that leave wait for the youngest lease only",
         edit("transitions.leaving.leave", ("behind = open_on(stream) if", "behind = {max(open_on(stream))} if")),
+        layers="reference promise",
+        seed=4,
     ),
     Mutant(
         "D13-first",
         "held pages are dropped when the first of their leases ends",
         edit("transitions.leaving.stop_holding", ("if left.behind:", "if False:")),
+        layers="reference promise",
     ),
     Mutant(
         "D13-uses",
         "held pages are dropped without the uses of the leases they waited for",
         off("transitions.leaving.stop_holding", "left.uses = merge(left.uses, at(Queue.COMPUTE, lease.number))"),
+        layers="judge",
     ),
     Mutant(
         "D13-held",
@@ -655,16 +726,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.leaving.release",
             ("tuple(list(own) for own in pages), uses", "tuple(list(own) for own in pages), NOTHING"),
         ),
+        layers="judge",
+        slow=True,
     ),
     Mutant(
         "D14-number",
         "a step keeps the number of its launch's entry",
         edit("transitions.step.launch_exit", ("lease.number = state.number()", "lease.number = lease.began.number")),
+        layers="judge",
     ),
     Mutant(
         "D14-order",
         "the manager submits the ops of one drain newest first",
         edit("manager.KVManager._drain", ("for op in ops:", "for op in reversed(ops):")),
+        layers="judge",
     ),
     # -- forks
     Mutant(
@@ -678,6 +753,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "        need = -(-(stored + segment.span) // size) - -(-stored // size)",
             ),
         ),
+        layers="reference promise",
     ),
     Mutant(
         "F1-partial",
@@ -685,6 +761,7 @@ MUTANTS: tuple[Mutant, ...] = (
         edit(
             "transitions.reserve.Reservation._pre_fork", ("self._count(two, two.fork_granted)", "two.fork_granted = 0")
         ),
+        layers="reference crash",
     ),
     Mutant(
         "F2-chain",
@@ -693,6 +770,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reserve.Reservation._exists",
             ("if draft is not None and (draft.opens or draft.exists):", "if False:"),
         ),
+        layers="reference",
     ),
     Mutant(
         "F2-copy-pre",
@@ -701,21 +779,32 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reserve.Reservation._build_pre_fork",
             ("self.origins[id(two), group] = origin", "pass"),
         ),
+        layers="oracle",
+        programs=600,
     ),
     Mutant(
         "F2-copy-post",
         "the second of two post-forks in a row copies from a page that the first has not filled yet",
         off("transitions.fork.apply_post_forks", "roots[group][page] = source_page"),
+        layers="oracle",
+        seed=2,
+        programs=600,
+        slow=True,
     ),
     Mutant(
         "F3-dropped",
         "a post-fork of a dropped source still runs",
         edit("transitions.step._surviving", ("if fork.source.void or fork.target.void", "if fork.target.void")),
+        layers="oracle crash",
+        seed=3,
     ),
     Mutant(
         "F3-chain",
         "a post-fork still runs when the one that gives its source was dropped",
         edit("transitions.step._surviving", (" or fork.source in dropped:", ":")),
+        layers="oracle",
+        seed=5,
+        programs=2000,
     ),
     Mutant(
         "F3-pre",
@@ -724,6 +813,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.leaving.void_from",
             ("if fork.pre and fork.source is row and not fork.target.void:", "if False:"),
         ),
+        layers="reference oracle",
     ),
     Mutant(
         "F4-admit",
@@ -737,16 +827,20 @@ MUTANTS: tuple[Mutant, ...] = (
                 "        row.stream.residency = type(row.stream.residency)(row.tables, 0)",
             ),
         ),
+        layers="promise",
     ),
     Mutant(
         "F4-pending",
         "a cancelled post-fork stays pending on its target",
         off("transitions.leaving.end_row", "stream.pending_fork = None"),
+        layers="reference",
     ),
     Mutant(
         "F5-shared",
         "sharing rule of reset off: it keeps pages that others own too",
         edit("transitions.lifecycle._owned_alone", ("if pool.owners[page] == 1", "if pool.owners[page]")),
+        layers="reference promise",
+        seed=4,
     ),
     Mutant(
         "F5-pre-copy",
@@ -756,6 +850,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ("part(0, length // size)", "part(0, -(-length // size))"),
             ("if length % size:", "if False:"),
         ),
+        layers="reference promise",
     ),
     Mutant(
         "F5-post-copy",
@@ -765,11 +860,13 @@ MUTANTS: tuple[Mutant, ...] = (
             ("tail = source.length % size", "tail = 0"),
             ("part(0, source.length // size)", "part(0, -(-source.length // size))"),
         ),
+        layers="reference promise",
     ),
     Mutant(
         "F5-owner",
         "a post-fork shares pages without becoming an owner",
         off("transitions.fork.apply_post_forks", "pool.share(shared)"),
+        layers="promise",
     ),
     Mutant(
         "F7-zero",
@@ -777,6 +874,7 @@ MUTANTS: tuple[Mutant, ...] = (
         edit(
             "transitions.reserve.Reservation.segment", ("if self.step.commit and segment.span:", "if self.step.commit:")
         ),
+        layers="reference oracle",
     ),
     # -- plan ahead
     Mutant(
@@ -792,11 +890,13 @@ MUTANTS: tuple[Mutant, ...] = (
                 "            start = row.start",
             ),
         ),
+        layers="oracle",
     ),
     Mutant(
         "S2-pages",
         "a cancelled step keeps what it had taken",
         off("transitions.leaving.end_without_effect", "give_back(state, row)"),
+        layers="promise",
     ),
     Mutant(
         "S2-label",
@@ -805,16 +905,21 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.reserve.Reservation.build",
             ("for stream in self.new:", "for stream in self.new:\n            stream.opened = True"),
         ),
+        layers="oracle",
     ),
     Mutant(
         "S3-ended",
         "a cancelled lease can be planned",
-        edit("transitions.step.plan", ("if not lease.open:", "if False:")),
+        edit("transitions.step.plan", ("if not lease.open:", "if False:"), ("state.own(lease)", "pass")),
+        layers="reference",
     ),
     Mutant(
         "S3-replaced",
         "a plan that a newer one replaced can be launched",
         edit("transitions.step.launch_enter", ("if lease.plan is not planned:", "if False:")),
+        layers="reference",
+        seed=2,
+        programs=600,
     ),
     Mutant(
         "S4-slot",
@@ -826,11 +931,13 @@ MUTANTS: tuple[Mutant, ...] = (
                 "(end_row if any(s > lease.serial for s in state.leases) else end_without_effect)(state, row)",
             ),
         ),
+        layers="promise",
     ),
     Mutant(
         "S5-beneath",
         "a step that is aborted leaves those planned on its result valid",
         off("transitions.step._end_all", "void_above(row)"),
+        layers="reference",
     ),
     Mutant(
         "S6-generation",
@@ -842,6 +949,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "end_without_effect(state, row)\n        row.stream.generation = row.generation",
             ),
         ),
+        layers="promise",
     ),
     # -- publish and retrieve
     Mutant(
@@ -854,11 +962,13 @@ MUTANTS: tuple[Mutant, ...] = (
                 "stream.length if on_device else 0, stream.released, state.page_size, pages, False,",
             ),
         ),
+        layers="reference",
     ),
     Mutant(
         "P2-epoch",
         "a publisher says that what it published holds, whatever became of it",
         edit("transitions.retrieve.epoch_holds", ("stream is not None and stream.epoch == epoch", "True")),
+        layers="oracle",
     ),
     Mutant(
         "P2-moved",
@@ -867,11 +977,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.retrieve.publish",
             ("stream.epoch == record.epoch and isinstance(stream.residency, OnDevice) and not record.on_host", "True"),
         ),
+        layers="reference",
     ),
     Mutant(
         "P2-removed",
         "publish says what was noted of a request that is gone",
         edit("transitions.retrieve.publish", ("if state.requests.get(request.id) is not request:", "if False:")),
+        layers="reference",
+        seed=6,
     ),
     Mutant(
         "P2-wait",
@@ -889,6 +1002,8 @@ MUTANTS: tuple[Mutant, ...] = (
                 "residency.fetch.cancel_requested = True\n        state.device.drop(residency.fetch.owned, (0, 0, 0))",
             ),
         ),
+        layers="promise",
+        seed=4,
     ),
     Mutant(
         "P3-cancel",
@@ -897,6 +1012,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.retrieve.cancel_retrieve",
             ("fetch.cancel_requested = True", "cancelled(state, fetch)"),
         ),
+        layers="reference",
+        seed=4,
     ),
     Mutant(
         "P4-length",
@@ -908,6 +1025,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "state.claims[fetch.serial] = fetch\n    stream.length = record.length",
             ),
         ),
+        layers="promise",
     ),
     Mutant(
         "P4-published",
@@ -916,11 +1034,13 @@ MUTANTS: tuple[Mutant, ...] = (
             edit("transitions.retrieve.snapshot", (" or isinstance(stream.residency, (Fetching, FetchFailed))", "")),
             edit("transitions.retrieve.publish", (" or isinstance(stream.residency, (Fetching, FetchFailed))", "")),
         ),
+        layers="reference",
     ),
     Mutant(
         "P4-pending",
         "a stream that is being fetched is said to be off the device, as if a reload would help",
         edit("transitions.claim.off_device", ("if isinstance(residency, Fetching):", "if False:")),
+        layers="reference",
     ),
     Mutant(
         "P5-failed",
@@ -932,8 +1052,15 @@ MUTANTS: tuple[Mutant, ...] = (
                 "for stream in [s for s in found.streams.values() if s.residency.name != 'FetchFailed']:",
             ),
         ),
+        layers="reference oracle",
+        seed=4,
     ),
-    Mutant("P7-failed", "a fetch that failed counts as landed", wrap("transitions.retrieve.failed", _landed_anyway)),
+    Mutant(
+        "P7-failed",
+        "a fetch that failed counts as landed",
+        wrap("transitions.retrieve.failed", _landed_anyway),
+        layers="oracle",
+    ),
     Mutant(
         "P8-twice",
         "the first fetch of a request that is cancelled frees the pages of all of them",
@@ -946,6 +1073,10 @@ MUTANTS: tuple[Mutant, ...] = (
                 "            state.device.drop(one.owned, NOTHING)",
             ),
         ),
+        layers="promise",
+        seed=17,
+        programs=2000,
+        slow=True,
     ),
     Mutant(
         "P9-poll",
@@ -955,7 +1086,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # -- promises of the design that no row covers
     Mutant(
-        "§6-double-free",
+        "promise-double-free",
         "an abandoned reload drops its device pages twice, and the arena does not notice",
         both(
             edit("arena.Pool.drop", ("raise DoubleFree(self.tier.value, page)", "left = 0")),
@@ -967,9 +1098,10 @@ MUTANTS: tuple[Mutant, ...] = (
                 ),
             ),
         ),
+        layers="promise",
     ),
     Mutant(
-        "§6-sink",
+        "promise-sink",
         "the sink is granted like any page",
         edit(
             "arena.Pool.__init__",
@@ -978,54 +1110,105 @@ MUTANTS: tuple[Mutant, ...] = (
             ("[NOTHING] * pages", "[NOTHING] * (pages + 1)"),
             ("bytearray(pages)", "bytearray(pages + 1)"),
         ),
+        layers="reference",
     ),
     Mutant(
-        "§6-epoch-offload",
+        "promise-epoch-offload",
         "an offload does not raise the epoch",
         off("transitions.offload.commit_offload", "stream.epoch += 1"),
+        layers="promise",
     ),
     Mutant(
-        "§6-epoch-retention",
+        "promise-epoch-retention",
         "retention does not raise the epoch",
         off("transitions.step._commit_row", "stream.epoch += 1"),
+        layers="promise",
+        slow=True,
     ),
-    Mutant("§6-epoch-reset", "a reset does not raise the epoch", off("transitions.leaving.empty", "stream.epoch += 1")),
     Mutant(
-        "§6-generation",
+        "promise-epoch-reset",
+        "a reset does not raise the epoch",
+        off("transitions.leaving.empty", "stream.epoch += 1"),
+        layers="promise",
+    ),
+    Mutant(
+        "promise-generation",
         "a commit does not raise the generation",
         off("transitions.step.commit", "stream.generation += 1"),
+        layers="promise",
     ),
     Mutant(
-        "§6-sealed-early",
+        "promise-sealed-early",
         "pages are sealed up to what was computed, not up to what was accepted",
         edit(
             "transitions.step._commit_row", ("row.start // size, length // size", "row.start // size, row.stop // size")
         ),
+        layers="promise",
     ),
-    Mutant("§6-sealed-kept", "a reset keeps pages sealed", off("transitions.leaving.empty", "pool.sealed[page] = 0")),
     Mutant(
-        "§6-room",
+        "promise-sealed-kept",
+        "a reset keeps pages sealed",
+        off("transitions.leaving.empty", "pool.sealed[page] = 0"),
+        layers="promise",
+        slow=True,
+    ),
+    Mutant(
+        "promise-unsealed",
+        "a full page is not sealed",
+        both(
+            edit("arena.Pool.seal", ("sealed[page] = 1", "pass")),
+            off("transitions.step._seal_last", "pool.sealed[table[place]] = 1"),
+        ),
+        layers="promise",
+    ),
+    Mutant(
+        "promise-later",
+        "pages of a claim wait for leases that were admitted after it, too",
+        edit(
+            "transitions.leaving.leave_claim",
+            ("for lease in open_on(stream) if lease < serial", "for lease in open_on(stream)"),
+        ),
+        layers="reference",
+        seed=3,
+        programs=600,
+        slow=True,
+    ),
+    Mutant(
+        "promise-forgotten",
+        "a stream that nobody opened stays in its request when its step was cancelled",
+        off("transitions.leaving.end_row", "forget(state, stream)"),
+        layers="reference",
+        programs=600,
+        slow=True,
+    ),
+    Mutant(
+        "promise-room",
         "a step on a full page is taken to need no further one",
         edit(
             "state.State.room",
             ("-(-length // self.page_size) * self.page_size", "(length // self.page_size + 1) * self.page_size"),
         ),
+        layers="reference promise",
     ),
     Mutant(
-        "§6-released",
+        "promise-released",
         "retention counts pages, not tokens, as released",
         edit("transitions.retention.retain", ("released + moved", "released + count")),
+        layers="reference",
+        seed=2,
     ),
     Mutant(
-        "§6-position",
+        "promise-position",
         "the position of the next token is lost by an offload",
         edit(
             "transitions.offload.commit_offload",
             ("stream.generation += 1", "stream.generation += 1\n            stream.released = 0"),
         ),
+        layers="promise",
+        seed=3,
     ),
     Mutant(
-        "§6-refused",
+        "promise-refused",
         "a refused admit keeps the pages that there were",
         edit(
             "transitions.step._short",
@@ -1034,14 +1217,16 @@ MUTANTS: tuple[Mutant, ...] = (
                 "state.device.pools[0].grant(len(state.device.pools[0].free))\n    return PagesExhausted(",
             ),
         ),
+        layers="refusal",
     ),
     Mutant(
-        "§6-host-owners",
+        "promise-host-owners",
         "host pages that labels share have one owner",
         off("transitions.offload.claim_offload", "_count_sharing(state, claim)"),
+        layers="promise",
     ),
     Mutant(
-        "§6-sharing",
+        "promise-sharing",
         "a reload gives every label pages of its own",
         edit(
             "transitions.reload.claim_reload",
@@ -1053,56 +1238,65 @@ MUTANTS: tuple[Mutant, ...] = (
                 "                back[place] = page",
             ),
         ),
+        layers="reference",
     ),
     Mutant(
-        "§6-extra",
+        "promise-extra",
         "a reload brings no room for the next step",
         off("transitions.reload.claim_reload", "wants = ahead.wants_per_label()"),
+        layers="reference",
     ),
     Mutant(
-        "§6-extra-counted",
+        "promise-extra-counted",
         "a reload is not refused for the pages of its next step",
         edit("transitions.reload.claim_reload", ("len(pages) + sum(wants.values())", "len(pages)")),
+        layers="crash",
     ),
     Mutant(
-        "§6-accepted",
+        "promise-accepted",
         "every computed token is stored, accepted or not",
         edit("transitions.step._commit_row", (" if stored is None else stored", "")),
+        layers="oracle",
     ),
     Mutant(
-        "§6-assumed",
+        "promise-assumed",
         "a step stays valid when fewer tokens were accepted beneath it",
         off("transitions.step._commit_row", "void_above(row)"),
+        layers="reference",
     ),
     Mutant(
-        "§6-uncommitted",
+        "promise-uncommitted",
         "a step that does not commit moves lengths",
         both(
             edit("transitions.reserve.Reservation.segment", ("self.step.commit and segment.span", "segment.span")),
             edit("transitions.step._commit_row", ("commits = row.lease.step.commit", "commits = True")),
         ),
+        layers="reference promise",
     ),
     Mutant(
-        "§6-launch-order",
+        "promise-launch-order",
         "steps on one stream launch in any order",
         edit("transitions.step.launch_enter", ("and not _launches_next(row)", "and False")),
+        layers="reference",
     ),
     Mutant(
-        "§6-commit-order",
+        "promise-commit-order",
         "steps on one stream commit in any order",
         edit(
             "transitions.step.commit",
             ("if not row.void and row.stream.rows[0] is not row:", "if False:"),
             ("del stream.rows[0]", "stream.rows.remove(row)"),
         ),
+        layers="reference",
     ),
     Mutant(
-        "§6-temps",
+        "promise-temps",
         "the pages of a step that does not commit are not returned",
         edit("transitions.step._return_temps", ("if any(row.temps):", "if False:")),
+        layers="promise",
     ),
     Mutant(
-        "§6-lock",
+        "promise-lock",
         "the lock of KVManager guards nothing",
         _no_lock,
         to_come="schedules of the real code (part 5): every layer of this part runs in one thread",

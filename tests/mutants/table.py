@@ -1,4 +1,4 @@
-"""Measure every mutant and write docs/mutants.md: ``python tests/mutants/table.py [PATTERN]``.
+"""Measure every mutant and write docs/mutants.md: ``python -m tests.mutants.table [PATTERN]``.
 
 A mutant is hunted by the random walk as the tests do; then the program that shows it is made as short as
 `kvstate.testing.program.shrink` can. With a pattern, only the mutants whose id matches are measured, and nothing is
@@ -12,9 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.mutants.registry import MUTANTS, NOT_HERE, Mutant, hunt
-
 from kvstate.testing import program
+from tests.mutants.registry import MUTANTS, NOT_HERE, Mutant, hunt
 
 TARGET = Path(__file__).parents[2] / "docs" / "mutants.md"
 
@@ -25,17 +24,24 @@ Known bugs of real engines (rows O, F, S, D and P of the collected bugs) and bro
 time by `tests/mutants/registry.py`. The core has no switch for any of them.
 
 `layer` is who objected first while the random walk ran on the mutated core (`python -m pytest tests/mutants` asserts
-it, and that the machine as it is passes the same programs): **reference** (answer or state differs from the executable
-spec), **refusal** (a refused call changed something), **promise** (an invariant of the view), **oracle** (a stream, or
-what a step read, holds other tokens than were committed), **judge** (two ops in conflict that no edge orders), **crash**
-(the core raised). `by hand` is a program in the registry, for verbs that block, which no walk calls. `programs` and
-`seconds` are what the walk took from the mutant's seed on, on one core; `calls` is the length of the program that shows
-it, after shrinking, with what ends it.
+it, and that the machine as it is passes the same programs):
 
-Written by `python tests/mutants/table.py`.
+- **reference**: an answer or the state differs from the executable spec;
+- **refusal**: a refused call changed something;
+- **promise**: an invariant of the view does not hold;
+- **oracle**: a stream, or what a step read, holds other tokens than were committed;
+- **judge**: two ops are in conflict, and no edge orders them;
+- **crash**: the core raised;
+- **by hand**: a program in the registry, for verbs that block, which no walk calls.
 
-| mutant | what the core does wrong | layer | caught | seconds | programs | calls |
-|---|---|---|---|--:|--:|--:|
+`seconds` and `programs` are what the walk took on one core, from the mutant's `seed` on: the first programs of a few
+seeds were looked at, and the quickest one kept. `calls` is the length of the program that shows it, after shrinking,
+with the calls that end what it leaves open.
+
+Written by `python -m tests.mutants.table`.
+
+| mutant | what the core does wrong | layer | caught | seconds | seed | programs | calls |
+|---|---|---|---|--:|--:|--:|--:|
 """
 
 
@@ -43,22 +49,22 @@ def row(mutant: Mutant) -> tuple[str, bool]:
     """Measure a mutant; return its line of the table, and whether it was caught."""
     start = f"| {mutant.id} | {mutant.what} |"
     if mutant.to_come:
-        return f"{start} {mutant.to_come} | not run | | | |", True
+        return f"{start} {mutant.to_come} | not run | | | | |", True
     if mutant.by_hand is not None:
         began = time.monotonic()
         with mutant.patch():
             try:
                 mutant.by_hand()
             except AssertionError:
-                return f"{start} by hand | yes | {time.monotonic() - began:.2f} | 1 | |", True
-        return f"{start} by hand | **no** | | | |", False
+                return f"{start} by hand | yes | {time.monotonic() - began:.2f} | | | |", True
+        return f"{start} by hand | **no** | | | | |", False
     caught = hunt(mutant)
     if caught is None:
-        return f"{start} | **no** | | {mutant.programs} | |", False
+        return f"{start} | **no** | | {mutant.seed} | {mutant.programs} | |", False
     violation = caught.violation
     with mutant.patch():
-        short = program.shrink(caught.sizes, violation.program, violation.witness, tries_max=1500)
-    line = f"{start} {violation.witness} | yes | {caught.seconds:.2f} | {caught.programs} | {len(short)} |"
+        calls = len(program.shrink(caught.sizes, violation.program, violation.witness, tries_max=1500))
+    line = f"{start} {violation.witness} | yes | {caught.seconds:.2f} | {mutant.seed} | {caught.programs} | {calls} |"
     return line, True
 
 

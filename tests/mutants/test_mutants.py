@@ -1,7 +1,7 @@
 """Every mutant is caught, by a layer that the registry names, and the machine as it is passes the very same programs.
 
 That a mutant is caught shows that the checker can see its kind. What the walk needs for it: docs/mutants.md, which
-``python tests/mutants/table.py`` writes.
+``python -m tests.mutants.table`` writes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
-from tests.mutants.registry import MUTANTS, NOT_HERE, WITNESSES, Mutant, core_modules, hunt
 
 from kvstate.testing import program
 from kvstate.testing.walk import Tally, walk
+from tests.mutants.registry import MUTANTS, NOT_HERE, WITNESSES, Mutant, core_modules, hunt
 
 ROWS = (
     *("O1", "O2", "O3", "O5", "O6", "O7", "O8", "O10", "O12", "O15"),
