@@ -325,10 +325,10 @@ class Mutant:
 
 
 NOT_HERE = {
-    "D7": "upload buffers of a plan: the GPU backend's part",
-    "O15": "admit evicts nothing before there is a prefix cache: part 3",
+    "D7": "a plan uploads its tables in the GPU backend, which has mutants of its own",
+    "O15": "nothing evicts while it reserves before there is a prefix cache",
 }
-"""MUTANT rows of O, F, S, D and P that this part's code cannot express."""
+"""MUTANT rows of O, F, S, D and P that the code so far cannot express."""
 
 _IDENTITY = "if isinstance(stream.residency, Offloading) and stream.residency.claim is claim:"
 
@@ -990,7 +990,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "P2-wait",
         "publish does not wait until the host has seen the bytes complete",
         off("manager.KVManager.publish", "self.backend.wait(noted.after)"),
-        to_come="virtual device (part 4): in memory every op has run when it was submitted",
+        to_come="virtual device (to come): in memory every op has run when it was submitted",
     ),
     Mutant(
         "P3-remove",
@@ -1299,7 +1299,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "promise-lock",
         "the lock of KVManager guards nothing",
         _no_lock,
-        to_come="schedules of the real code (part 5): every layer of this part runs in one thread",
+        to_come="schedules of the real code (to come): the walk has one thread, and threads meet by luck only",
     ),
 )
 

@@ -80,7 +80,7 @@ def main(pattern: str = "") -> int:
             missed += not caught
     if not pattern:
         rest = "".join(f"- {name}: {why}.\n" for name, why in NOT_HERE.items())
-        TARGET.write_text(f"{HEAD}{chr(10).join(lines)}\n\nNot expressible in this part:\n\n{rest}")
+        TARGET.write_text(f"{HEAD}{chr(10).join(lines)}\n\nNot expressible so far:\n\n{rest}")
         print(f"written to {TARGET}")
     return 1 if missed else 0
 
