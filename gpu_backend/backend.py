@@ -337,6 +337,13 @@ class TorchBackend:
         """Return the host stamps of tokens ``0 … length`` of a page table, whose copy has completed."""
         return self.load(group, table, 0, length, Tier.HOST)
 
+    def moved(self) -> dict[str, tuple[int, float]]:
+        """Return the bytes moved and the seconds that took, per direction."""
+        return {
+            name: (self.copier.bytes[queue], self.queues.copy_s[queue])
+            for name, queue in (("out", Queue.COPY_OUT), ("in", Queue.COPY_IN))
+        }
+
     def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[Any]]:
         """Return what `read` gives of each table, by one gather."""
         with self.queues.on(Queue.COMPUTE):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvstate.backend import Backend
 from kvstate.ops import Op, Plan, Tier
@@ -47,6 +47,14 @@ class StampedBackend(Backend, Protocol):
 
     def fail_none(self) -> int:
         """Forget the failures that were asked for and did not happen yet; return how many those were."""
+
+
+@runtime_checkable
+class CountsBytes(Protocol):
+    """A backend with real bytes, which knows how many it has moved."""
+
+    def moved(self) -> dict[str, tuple[int, float]]:
+        """Return (bytes, seconds) per direction, under the names that a person reads."""
 
 
 class BackendNotFound(Exception):
