@@ -95,7 +95,7 @@ class Transport(Protocol):
         """
 
     def cancel(self, fetch: Fetch) -> None:
-        """Ask for the end of a fetch. It may still land or fail; unknown or ended fetches are ignored."""
+        """Ask for the end of a fetch; it may still land or fail. Ignores what it does not know. Must not raise."""
 
     def poll(self) -> list[tuple[Fetch, Outcome]]:
         """Return the fetches that ended since the last call, each once.

@@ -253,7 +253,7 @@ def idle_means_empty(view: StateView) -> str | None:
     return None
 
 
-MOVES_LENGTHS = frozenset({"commit", "landed", "reset", "op_failed"})
+MOVES_LENGTHS = frozenset({"commit", "landed", "reset", "op_failed", "abandon_offload"})
 
 
 def _same_streams(before: StateView, now: StateView) -> Iterator[tuple[StreamView, StreamView]]:
@@ -266,7 +266,7 @@ def _same_streams(before: StateView, now: StateView) -> Iterator[tuple[StreamVie
 
 @change
 def lengths_change_only_in_commit_landing_and_reset(before: StateView, now: StateView, verb: str) -> str | None:
-    """A stream's length and released tokens change in commit, landing and reset (a failed fork too), nowhere else."""
+    """A stream's length and released tokens change in commit, landing, reset, and where a fork's copy failed."""
     if verb in MOVES_LENGTHS:
         return None
     for was, stream in _same_streams(before, now):

@@ -17,7 +17,7 @@ from kvstate.backend import Backend, Cancelled, Failed, Landed, Outcome, Transpo
 from kvstate.errors import LockHeld, Poisoned, Refused, SubmitError
 from kvstate.ops import FetchBegin, FetchEnd, Op, Plan, StepBegin, StepEnd
 from kvstate.ordering import Clock
-from kvstate.refusals import ClaimEnded, ManagerClosed, ManagerPoisoned, Refusal
+from kvstate.refusals import ManagerClosed, ManagerPoisoned, Refusal
 from kvstate.state import Claim, Fetch, Lease, OffloadClaim, ReloadClaim, State
 from kvstate.trace import Event
 from kvstate.transitions import lifecycle, offload, reload, retrieve, step
@@ -175,8 +175,13 @@ class KVManager:
                     self._state.outbox = []
                 if not ops:
                     return
-                for op in ops:
-                    self._submit(op)
+                for place, op in enumerate(ops):
+                    try:
+                        self._submit(op)
+                    except BaseException:
+                        with self._lock:
+                            self._state.outbox = ops[place + 1 :] + self._state.outbox
+                        raise
 
     def _submit(self, op: Op) -> None:
         if self._dead is not None and not self._closed:
@@ -218,11 +223,11 @@ class KVManager:
                 for claim in self._state.claims.values()
                 if isinstance(claim, Fetch) and claim.cancel_requested and claim.started and not claim.cancel_told
             ]
-            for fetch in told:
-                fetch.cancel_told = True
         if self.transport is not None:
             for fetch in told:
                 self.transport.cancel(fetch)
+                with self._lock:
+                    fetch.cancel_told = True
 
     def _fail(self, op: Op, error: str) -> None:
         lifecycle.op_failed(self._state, op, error)
@@ -231,9 +236,11 @@ class KVManager:
 
     def _poison(self, error: BaseException) -> None:
         with self._lock:
+            closed, self._closed = self._closed, False
             self._dead = ManagerPoisoned(error=f"{type(error).__name__}: {error}")
-            self._closed = False
         self.backend.lose(str(self._dead))
+        if closed:
+            self._release()
 
     def _unlocked(self) -> None:
         for lock in (self._lock, self._submission):
@@ -299,7 +306,7 @@ class KVManager:
         AcceptedMismatch
             When `accepted` does not fit the step; nothing was changed.
         """
-        return self._locked("commit", step.commit, lease, accepted)
+        return self._locked("commit", step.commit, lease, None if accepted is None else tuple(accepted))
 
     def abort(self, lease: Lease) -> Aborted | Refusal:
         """Give back what a lease reserved. Refused: LeaseEnded."""
@@ -337,16 +344,9 @@ class KVManager:
             return self._locked("abandon_offload", offload.abandon_offload, claim)
         if isinstance(claim, ReloadClaim):
             return self._locked("abandon_reload", reload.abandon_reload, claim)
-        stream = claim.stream
-        if not claim.open:
-            return ClaimEnded(request=stream.request.id, label=stream.label)
-        orphaned = claim.cancel_requested
-        if not orphaned:
-            asked = self.cancel_retrieve(stream.request.id, (stream.label,))
-            if isinstance(asked, Refusal):
-                return asked
+        given_up = self._locked("abandon_fetch", retrieve.abandon_fetch, claim)
         self.poll()
-        return Abandoned(stream.request.id, orphaned, pending=claim.open)
+        return given_up
 
     def offload(self, request: str, discard_in_flight: bool = False) -> Offloaded | Abandoned | Refusal:
         """Offload a request: claim, copy, commit. Whatever fails, the claim has ended when this returns.
@@ -410,12 +410,9 @@ class KVManager:
         """
         self._unlocked()
         self.poll()
-        with self._lock:
-            if self._dead is not None:
-                return self._named(self._dead)
         noted = self.snapshot(request)
-        if noted is None:
-            return None
+        if not isinstance(noted, Snapshot):
+            return noted
         try:
             self.backend.wait(noted.after)
         except Exception as error:
@@ -423,15 +420,13 @@ class KVManager:
             raise
         return self.publish_noted(noted)
 
-    def snapshot(self, request: str) -> Snapshot | None:
+    def snapshot(self, request: str) -> Snapshot | Refusal | None:
         """Note what `request` could publish, and what the host must see complete first."""
-        noted = self._locked("snapshot", retrieve.snapshot, request)
-        return noted if isinstance(noted, Snapshot) else None
+        return self._locked("snapshot", retrieve.snapshot, request)
 
-    def publish_noted(self, noted: Snapshot) -> Publication | None:
+    def publish_noted(self, noted: Snapshot) -> Publication | Refusal | None:
         """Publish a snapshot whose `after` the host has seen complete."""
-        published = self._locked("publish", retrieve.publish, noted)
-        return published if isinstance(published, Publication) else None
+        return self._locked("publish", retrieve.publish, noted)
 
     def claim_retrieve(
         self, request: str, publication: Publication | None, labels: Sequence[str] | None = None
@@ -451,17 +446,16 @@ class KVManager:
                 return self._named(self._dead)
             return retrieve.readiness(self._state, request, labels)
 
-    def cancel_retrieve(self, request: str, labels: Sequence[str] | None = None) -> tuple[Fetch, ...] | Refusal:
+    def cancel_retrieve(self, request: str) -> tuple[Fetch, ...] | Refusal:
         """Ask the transport to cancel a request's fetches; each is pending until the cancel is confirmed."""
-        wanted = None if labels is None else tuple(labels)
-        asked = self._locked("cancel_retrieve", retrieve.cancel_retrieve, request, wanted)
+        asked = self._locked("cancel_retrieve", retrieve.cancel_retrieve, request)
         self.poll()
         return asked
 
     def epoch_holds(self, incarnation: int, label: str, epoch: int) -> bool:
         """Tell whether what was published as (incarnation, epoch) still holds; a reader asks after its copy."""
         with self._lock:
-            return retrieve.epoch_holds(self._state, incarnation, label, epoch)
+            return self._dead is None and retrieve.epoch_holds(self._state, incarnation, label, epoch)
 
     def poll(self) -> tuple[tuple[Fetch, Outcome], ...]:
         """Take note of fetches that ended, tell the transport of cancels; return what ended and how.
@@ -542,7 +536,7 @@ class KVManager:
             self._release()
 
     def _release(self) -> None:
-        """Release the backend of a closed or poisoned manager once nothing runs that may write its memory."""
+        """Release the backend: of a closed manager once nothing runs that may write it, of a poisoned one at once."""
         with self._lock:
             idle = not self._state.leases and not self._state.claims
             if self._released or self._dead is None or (self._closed and not idle):

@@ -377,7 +377,9 @@ class _Copying:
     parts: tuple[Part, ...]
     opened_s: float
     op: CopyOut | CopyIn | None = None
+    # Why it cannot commit; and whether it is its own copy that never ran.
     failure: str | None = None
+    copy_failed: bool = False
     open: bool = True
 
     def __repr__(self) -> str:

@@ -82,7 +82,7 @@ def test_the_manager_has_the_verbs_that_the_page_speaks_of(generate: ModuleType)
     named = set(re.findall(r"`(\w+)`", generate.AFTER_TRANSITIONS)) - {"KVManager", "Refused", "op_failed"}
     named -= {"landed", "failed", "cancelled", "ManagerPoisoned", "ManagerClosed"}
     same = set(VERBS) - {"landed", "failed", "cancelled", "op_failed"}
-    same -= {f"{end}_{way}" for end in ("commit", "abandon") for way in ("offload", "reload")}
+    same -= {f"{end}_{way}" for end in ("commit", "abandon") for way in ("offload", "reload", "fetch")}
     for verb in named | same:
         assert callable(getattr(KVManager, verb)), verb
 
@@ -296,6 +296,7 @@ def fetches(seen: Seen) -> None:
             m.fetch(outcome.__name__)
             m.do(*(("landed", fetch) if outcome is Landed else ("failed", fetch, "lost")))
         m.do("cancelled", fetch)
+        m.do("abandon_fetch", fetch)
 
 
 PROGRAMS = (

@@ -897,11 +897,23 @@ def test_close_refuses_everything_afterwards_and_twice_is_harmless() -> None:
 
 
 def test_a_launch_may_end_after_the_close() -> None:
-    rig = Rig()
-    _, plan = rig.staged(Segment("r"))
+    closed: list[str] = []
+
+    class Watched(MemoryBackend):
+        def close(self) -> None:
+            closed.append("now")
+            super().close()
+
+    rig = Rig(backend=Watched)
+    lease, plan = rig.staged(Segment("r"))
     with rig.manager.launch(plan):
         rig.manager.close()
         rig.compute(plan)
+        assert lease.open and not closed, "the model may still write"
+    assert not lease.open and closed == ["now"]
+    assert rig.manager.view().leases == ()
+    rig.manager.close()
+    assert closed == ["now"]
 
 
 def test_close_asks_for_the_end_of_fetches() -> None:

@@ -32,7 +32,10 @@ BUDGETS = {"smoke": 20.0, "ci": 60.0, "nightly": 1800.0}
 )
 @click.option("--device", default="memory", show_default=True, help="Backend, by its entry point in kvstate.backends.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Where a violation's files go."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    help="Where a violation's files go.  [default: here]",
 )
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the report here."
@@ -72,7 +75,7 @@ def check(
         click.echo(f"kvstate check: {died}; nothing was decided", err=True)
         raise SystemExit(Exit.UNDECIDED) from died
     _show(console, report)
-    for found in report.found:
+    for found in sorted(report.found, key=lambda found: len(found.program)):
         _show_found(console, found, out)
     if json_file is not None:
         json_file.write_text(json.dumps(_document(report, time_s, seed, jobs), indent=1) + "\n")
@@ -107,7 +110,7 @@ def _show(console: Console, report: Report) -> None:
     table.add_section()
     table.add_row(*_row(total, bool(report.found), report.seconds)[:-1], report.verdict)
     console.print(table)
-    if report.missing:
+    if report.verdict == "undecided":
         console.print(
             "Not reached (more time, or other sizes, are needed): " + ", ".join(report.missing), soft_wrap=True
         )
@@ -122,7 +125,7 @@ def _row(tally: Tally, violated: bool, seconds: float) -> list[str]:
         f"{sum(tally.refused.values()):,}",
         f"{reached}/{len(sometimes.REQUIRED)}",
         f"{seconds:.1f}",
-        "violation" if violated else "no violation",
+        "violation" if violated else "no violation" if tally.programs else "not run",
     ]
 
 
@@ -132,6 +135,7 @@ def _show_found(console: Console, found: Found, out: Path) -> None:
     program.save(replay_file, found.sizes, found.violation())
     test_file.write_text(program.as_pytest(found.sizes, found.violation()))
     console.print(f"\n{found.witness}: {found.detail}", soft_wrap=True, markup=False, highlight=False)
+    console.print(program.preamble(found.sizes, found.program), soft_wrap=True, markup=False, highlight=False)
     console.print(program.text(found.program), soft_wrap=True, markup=False, highlight=False)
     console.print(f"\nkvstate replay {replay_file}\npytest {test_file}", soft_wrap=True, markup=False, highlight=False)
 
@@ -203,10 +207,12 @@ def replay(file: Path) -> None:
         sizes, calls, witness = program.load(file)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    click.echo(program.preamble(sizes, calls))
     click.echo(program.text(calls))
     world, violation = program.run(sizes, calls)
     if violation is None:
-        click.echo(f"\nno violation: {len(world.program)} calls ran, and the file says {witness}")
+        calls_made = f"its calls, and those that end what they leave open ({len(world.program)} in all), show none"
+        click.echo(f"\nno violation: the file records one that the {witness} saw; {calls_made}")
         raise SystemExit(Exit.HOLDS)
     click.echo(f"\n{violation}")
     raise SystemExit(Exit.VIOLATION)

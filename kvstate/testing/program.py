@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import attrs
 
 from kvstate.testing.world import Call, Handle, Node, Sizes, Violation, World
 from kvstate.trace import decode, encode
-from kvstate.types import LabelFork, Publication, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId
+from kvstate.types import LabelFork, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId
 
 FORMAT = 1
 
-VERBS = frozenset(name for name, member in vars(Node).items() if callable(member) and not name.startswith("_"))
+VERBS = frozenset(
+    {"ingest", "admit", "plan", "launch_enter", "run", "launch_exit", "commit", "abort", "claim_offload"}
+    | {"claim_reload", "commit_claim", "abandon", "snapshot", "publish", "claim_retrieve", "copy", "land"}
+    | {"fail_fetch", "confirm_cancel", "cancel_retrieve", "reset", "remove"}
+)
 """What a program may call on a node."""
 
 
@@ -139,6 +144,9 @@ def load(path: Path) -> tuple[Sizes, list[Call], str]:
         for call in calls:
             if call.node not in ("a", "b") or call.verb not in VERBS:
                 raise ValueError(f"there is no call {call.node}.{call.verb}")
+            signature(getattr(Node, call.verb)).bind(None, *call.args)
+            if not any(letter.isdigit() for letter in call.gives):
+                raise ValueError(f"{call.gives!r} names no result; it has no number")
     except (KeyError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: not a replay file ({why}); `kvstate check` writes them") from error
@@ -158,7 +166,7 @@ def _decode(value: Any) -> Any:
 
 def text(program: Sequence[Call]) -> str:
     """Return the program as a person would write it, one call per line."""
-    used = {arg.name.split("_")[0] for call in program for arg in call.args if isinstance(arg, Handle)}
+    used = {arg.name.split("_", 1)[0] for call in program for arg in call.args if isinstance(arg, Handle)}
     fetches = {arg.name for call in program for arg in call.args if isinstance(arg, Handle) and "_" in arg.name}
     lines = []
     for call in program:
@@ -167,10 +175,17 @@ def text(program: Sequence[Call]) -> str:
             line = f"{call.gives} = {line}"
         lines.append(line)
         for name in sorted(fetches):
-            owner, label = name.split("_")
+            owner, label = name.split("_", 1)
             if owner == call.gives:
                 lines.append(f"{name} = next(f for f in {owner}.fetches if f.stream.label == {label!r})")
     return "\n".join(lines)
+
+
+def preamble(sizes: Sizes, program: Sequence[Call]) -> str:
+    """Return the lines that make the world in which `text` runs."""
+    nodes = [name for name in ("a", "b") if any(call.node == name for call in program)] or ["a"]
+    arguments = ", ".join(f"{name}={value!r}" for name, value in attrs.asdict(sizes).items())
+    return f"world = World({arguments})\n{', '.join(nodes)} = {', '.join(f'world.{name}' for name in nodes)}"
 
 
 def _text(value: Any) -> str:
@@ -215,14 +230,12 @@ def _text(value: Any) -> str:
 def as_pytest(sizes: Sizes, violation: Violation) -> str:
     """Return a test file that runs the program; it fails while the violation is there."""
     body = text(violation.program)
-    nodes = [name for name in ("a", "b") if any(call.node == name for call in violation.program)] or ["a"]
     names = sorted(
         name
         for name in ("LabelFork", "RequestConfig", "RetentionPolicy", "Segment", "Step", "StreamFork", "StreamId",
                      "Publication", "Record")
         if f"{name}(" in body or f"{name}." in body
     )  # fmt: skip
-    arguments = ", ".join(f"{name}={value!r}" for name, value in attrs.asdict(sizes).items())
     lines = [
         f'"""Found by kvstate check. {violation.witness}: {_one_line(violation.detail)}"""',
         "",
@@ -230,15 +243,11 @@ def as_pytest(sizes: Sizes, violation: Violation) -> str:
     ]
     if names:
         lines.append(f"from kvstate.types import {', '.join(names)}")
-    lines += ["", "", f"def test_{violation.witness}_holds():", f"    world = World({arguments})"]
-    lines.append(f"    {', '.join(nodes)} = {', '.join(f'world.{name}' for name in nodes)}")
-    lines += [f"    {line}" for line in body.splitlines()]
-    lines += ["    world.finish()", f"    assert not {nodes[0]}.subject.conflicts()", ""]
+    lines += ["", "", f"def test_{violation.witness}_holds():"]
+    lines += [f"    {line}" for line in (preamble(sizes, violation.program) + "\n" + body).splitlines()]
+    lines += ["    world.finish()", "    assert not any(node.subject.conflicts() for node in world.nodes.values())", ""]
     return "\n".join(lines)
 
 
 def _one_line(detail: str) -> str:
     return " ".join(detail.replace('"""', "'''").replace("\\", "/").split())
-
-
-__all__ = ["Publication", "as_pytest", "load", "run", "save", "shrink", "text"]

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from kvstate import invariants
-from kvstate.backend import Failed, Landed
+from kvstate.backend import Cancelled, Failed, Landed
 from kvstate.errors import PromiseBroken
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, Plan, Tier
 from kvstate.refusals import Refusal
@@ -24,6 +24,7 @@ from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, Stream
 from kvstate.testing import sometimes
 from kvstate.testing.subject import SUBJECTS, Subject
 from kvstate.testing.transport import Network
+from kvstate.transitions.reload import Reloaded
 from kvstate.transitions.retrieve import Retrieval, Snapshot
 from kvstate.types import Geometry, Publication, RequestConfig, Segment, Step
 from kvstate.view import StateView
@@ -77,6 +78,17 @@ class Sizes:
     page_size: int = 2
     subject: str = "manager"
     device: str = "memory"
+
+
+def _verb(call: Call, actual: Any) -> str:
+    """Return the name under which the promises know what a call did."""
+    if isinstance(actual, (Landed, Failed, Cancelled)):
+        return type(actual).__name__.lower()
+    if call.verb == "commit_claim":
+        return "commit_reload" if isinstance(actual, Reloaded) else "commit_offload"
+    if call.verb == "abandon":
+        return "abandon_offload"
+    return call.verb
 
 
 def _key(stream: Stream) -> tuple[str, str]:
@@ -528,7 +540,7 @@ class Node:
         """Check everything there is to check after a call."""
         before, now = self.now, self.subject.snapshot()
         self.now = now
-        verb = {"land": "landed", "commit_claim": "commit_offload"}.get(call.verb, call.verb)
+        verb = _verb(call, actual)
         if isinstance(actual, Refusal):
             self.world.refused[type(actual).__name__] += 1
             if now != before:

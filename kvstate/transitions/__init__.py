@@ -30,6 +30,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "claim_retrieve": retrieve.claim_retrieve,
     "landed": retrieve.landed,
     "failed": retrieve.failed,
+    "abandon_fetch": retrieve.abandon_fetch,
     "cancel_retrieve": retrieve.cancel_retrieve,
     "cancelled": retrieve.cancelled,
     "reset": lifecycle.reset,

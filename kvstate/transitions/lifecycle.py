@@ -11,6 +11,7 @@ from kvstate.state import (
     Fetch,
     OffloadClaim,
     Offloading,
+    ReloadClaim,
     Request,
     State,
     Stream,
@@ -164,3 +165,5 @@ def op_failed(state: State, op: Op, error: str) -> None:
                 empty(state, stream, ())
     else:
         owner.failure = error
+        if isinstance(owner, (OffloadClaim, ReloadClaim)):
+            owner.copy_failed = True

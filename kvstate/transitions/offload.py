@@ -148,7 +148,7 @@ def commit_offload(state: State, claim: OffloadClaim) -> Offloaded | Abandoned |
 
 
 def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
-    """Abandon an offload: the streams are on the device as before, the host pages return.
+    """Abandon an offload: the streams are on the device as before, but those lost meanwhile; the host pages return.
 
     Offloading → OnDevice
     """
@@ -159,7 +159,7 @@ def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
     # Effect.
     end_claim(state, claim)
     assert claim.op is not None
-    copy = NOTHING if claim.failure is not None else at(Queue.COPY_OUT, claim.op.number)
+    copy = NOTHING if claim.copy_failed else at(Queue.COPY_OUT, claim.op.number)
     orphaned = False
     for part in claim.parts:
         stream = part.stream
@@ -167,13 +167,12 @@ def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
         state.host.drop(part.host, copy)
         if isinstance(stream.residency, Offloading) and stream.residency.claim is claim:
             stream.residency = OnDevice(part.device, state.room(stream, stream.length, stream.retention))
+            if stream in claim.spoiled:
+                empty(state, stream, ())
             forget(state, stream)
         else:
             orphaned = True
             leave_claim(state, stream, part.device, claim.serial)
-    for stream in claim.spoiled:
-        if isinstance(stream.residency, OnDevice):
-            empty(state, stream, ())
     return Abandoned(claim.request.id, orphaned)
 
 

@@ -153,7 +153,7 @@ def abandon_reload(state: State, claim: ReloadClaim) -> Abandoned | Refusal:
     # Effect.
     end_claim(state, claim)
     assert claim.op is not None
-    copy = NOTHING if claim.failure is not None else at(Queue.COPY_IN, claim.op.number)
+    copy = NOTHING if claim.copy_failed else at(Queue.COPY_IN, claim.op.number)
     orphaned = False
     for part, before in zip(claim.parts, claim.residencies, strict=True):
         stream = part.stream

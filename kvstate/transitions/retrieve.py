@@ -26,6 +26,7 @@ from kvstate.refusals import (
 from kvstate.state import Fetch, FetchFailed, Fetching, OnDevice, Request, State, Stream, Table
 from kvstate.transitions.claim import away, known, off_device
 from kvstate.transitions.leaving import content_pages, forget
+from kvstate.transitions.offload import Abandoned
 from kvstate.types import Publication, Record
 
 
@@ -235,6 +236,23 @@ def cancelled(state: State, fetch: Fetch) -> FetchEnded | Refusal:
     return FetchEnded(stream.request.id, stream.label, "cancelled", not waiting)
 
 
+def abandon_fetch(state: State, fetch: Fetch) -> Abandoned | Refusal:
+    """Give up a fetch: its transport is asked for a cancel, and until that is confirmed its pages stay taken.
+
+    Fetching → Fetching
+    """
+    # Guard.
+    stream = fetch.stream
+    if not fetch.open:
+        return ClaimEnded(request=stream.request.id, label=stream.label)
+    state.own(fetch)
+    # Effect.
+    residency = stream.residency
+    orphaned = not (isinstance(residency, Fetching) and residency.fetch is fetch)
+    fetch.cancel_requested = True
+    return Abandoned(stream.request.id, orphaned, pending=True)
+
+
 def cancel_retrieve(state: State, request: str, labels: Sequence[str] | None = None) -> tuple[Fetch, ...] | Refusal:
     """Ask for the cancel of a request's fetches (of `labels` only); each is pending until its transport confirms.
 
@@ -245,11 +263,7 @@ def cancel_retrieve(state: State, request: str, labels: Sequence[str] | None = N
     if isinstance(found, Refusal):
         return found
     # Effect.
-    fetches = [
-        stream.residency.fetch
-        for stream in found.streams.values()
-        if isinstance(stream.residency, Fetching) and (labels is None or stream.label in labels)
-    ]
+    fetches = [s.residency.fetch for s in found.streams.values() if isinstance(s.residency, Fetching)]
     for fetch in fetches:
         fetch.cancel_requested = True
     return tuple(fetches)

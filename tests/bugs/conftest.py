@@ -1,4 +1,4 @@
-"""A manager over a memory backend under the edge judge, in the verbs of the schedules of BUGS.md.
+"""A manager over a memory backend under the edge judge, in the verbs of the schedules of the known bugs.
 
 Promises are checked after every transition (``debug=True``), pages that became free are spoiled, and at the end of
 every test everything is ended: then no page may be missing, and the judge may have seen no conflict.

@@ -1,4 +1,4 @@
-"""Ordering on the device: rows D1–D15 of shared/BUGS.md.
+"""Ordering on the device: rows D1–D15 of the known bugs.
 
 The copies of the memory backend run at once, so contents alone prove no order. Each test names the edge that must be
 there, and that the judge would see a conflict without it.

@@ -1,4 +1,4 @@
-"""Forks: rows F1–F7 of shared/BUGS.md, and their siblings."""
+"""Forks: rows F1–F7 of the known bugs, and their siblings."""
 
 from __future__ import annotations
 

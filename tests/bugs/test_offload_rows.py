@@ -1,4 +1,4 @@
-"""Offload, reload, removal: rows O1–O15 of shared/BUGS.md, one schedule each, and their siblings."""
+"""Offload, reload, removal: rows O1–O15 of the known bugs, one schedule each, and their siblings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning ahead: rows S1–S6 of shared/BUGS.md, and their siblings.
+"""Planning ahead: rows S1–S6 of the known bugs, and their siblings.
 
 Stage is admit and plan, promote is launch, cancel is abort.
 """

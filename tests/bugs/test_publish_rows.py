@@ -1,4 +1,4 @@
-"""Publish and retrieve: rows P1–P9 of shared/BUGS.md, and their siblings. `pub` publishes, `con` fetches from it."""
+"""Publish and retrieve: rows P1–P9 of the known bugs, and their siblings. `pub` publishes, `con` fetches from it."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ class Mutant:
     Attributes
     ----------
     id
-        The row of BUGS.md (or "promise", for one of the design that no row covers) and a word.
+        The row of `tests/bugs/` (or "promise", for one of the design that no row covers) and a word.
     what
         What the core does wrong, in a sentence.
     patch
@@ -320,7 +320,7 @@ class Mutant:
 
     @property
     def row(self) -> str:
-        """The row of BUGS.md, or "promise"."""
+        """The row of `tests/bugs/`, or "promise"."""
         return self.id.split("-")[0]
 
 
@@ -738,7 +738,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "D14-order",
         "the manager submits the ops of one drain newest first",
-        edit("manager.KVManager._drain", ("for op in ops:", "for op in reversed(ops):")),
+        edit("manager.KVManager._drain", ("enumerate(ops):", "enumerate(ops[::-1]):")),
         layers="judge",
     ),
     # -- forks
@@ -1059,7 +1059,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "P7-failed",
         "a fetch that failed counts as landed",
         wrap("transitions.retrieve.failed", _landed_anyway),
-        layers="oracle",
+        layers="promise oracle",
     ),
     Mutant(
         "P8-twice",

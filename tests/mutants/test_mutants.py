@@ -24,7 +24,7 @@ ROWS = (
     *("S1", "S2", "S3", "S6"),
     *("P1", "P3", "P4", "P7"),
 )
-"""The rows O, F, S, D and P of BUGS.md that say MUTANT."""
+"""The rows of `tests/bugs/` that are one wrong line of the core, and so must be a mutant."""
 
 WALKED = [mutant for mutant in MUTANTS if mutant.layers]
 

@@ -216,7 +216,7 @@ def in_words(stamp: object, jobs: Sequence[Job]) -> str:
 
 
 def pages_needed(request: TraceRequest, style: Style, page_size: int) -> int:
-    """Return the device pages that a request may ask for at once, no sharing counted: what TooLarge looks at."""
+    """Return the device pages that a request may ask for at once, nothing shared: never less than TooLarge counts."""
     pages = -(-(request.prompt_tokens + request.output_tokens) // page_size)
     return 2 * pages + 2 if style.forks else pages
 
