@@ -85,9 +85,10 @@ AFTER_TRANSITIONS = """\
 A `KVManager` has these verbs under the same names, with a few differences. `commit_claim` and `abandon` end offload
 and reload claims alike, and `abandon` gives up fetches too; `offload` and `reload` claim, copy and commit in one call.
 `launch` is a context that enters and exits a launch, and raises `Refused` where `launch_enter` returns a refusal.
-`publish` takes a `snapshot`, waits for the device, and publishes. `poll` learns from the transport which fetches ended and runs `landed`, `failed` and
-`cancelled`; `op_failed` is what the manager runs when the backend could not submit an op. A poisoned or closed
-manager runs no transition and answers `ManagerPoisoned` or `ManagerClosed`; a closed one still ends what was running.
+`publish` takes a `snapshot`, waits for the device, and publishes. `poll` learns from the transport which fetches ended
+and runs `landed`, `failed` and `cancelled`; `op_failed` is what the manager runs when the backend could not submit an
+op. A poisoned or closed manager runs no transition and answers `ManagerPoisoned` or `ManagerClosed`; a closed one
+still ends what was running.
 """
 
 RESIDENCY = """\
