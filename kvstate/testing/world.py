@@ -205,11 +205,15 @@ class Node:
 
     # -- verbs
 
+    def _same(self, verb: str, *args: Any) -> Any:
+        """Make a call that the reference takes as it is."""
+        call = self._call(verb, *args)
+        actual = self._apply(call, verb, *args)
+        return self._judge(call, actual, getattr(self.reference, verb)(*args))
+
     def ingest(self, request: str, config: RequestConfig | None = None) -> Any:
         """Ingest a request."""
-        call = self._call("ingest", request, config)
-        actual = self._apply(call, "ingest", request, config)
-        return self._judge(call, actual, self.reference.ingest(request, config))
+        return self._same("ingest", request, config)
 
     def admit(self, step: Step) -> Any:
         """Admit a step."""
@@ -336,19 +340,17 @@ class Node:
 
     def commit_claim(self, claim: OffloadClaim | ReloadClaim) -> Any:
         """Commit an offload or reload."""
-        call = self._call("commit_claim", claim)
-        verb = f"commit_{claim.verb}"
-        actual = self._apply(call, verb, claim)
-        return self._ended(call, claim, actual, getattr(self.reference, verb)(claim.serial))
+        return self._end("commit_claim", f"commit_{claim.verb}", claim)
 
     def abandon(self, claim: OffloadClaim | ReloadClaim) -> Any:
         """Abandon an offload or reload."""
-        call = self._call("abandon", claim)
-        verb = f"abandon_{claim.verb}"
-        actual = self._apply(call, verb, claim)
-        return self._ended(call, claim, actual, getattr(self.reference, verb)(claim.serial))
+        return self._end("abandon", f"abandon_{claim.verb}", claim)
 
-    def _ended(self, call: Call, claim: OffloadClaim | ReloadClaim, actual: Any, expected: Any) -> Any:
+    def _end(self, said: str, verb: str, claim: OffloadClaim | ReloadClaim) -> Any:
+        """Call `verb`, which may end the claim; a program says `said`."""
+        call = self._call(said, claim)
+        actual = self._apply(call, verb, claim)
+        expected = getattr(self.reference, verb)(claim.serial)
         if not claim.open and claim in self.claims:
             self.claims.remove(claim)
         return self._judge(call, actual, expected)
@@ -462,21 +464,15 @@ class Node:
 
     def cancel_retrieve(self, request: str) -> Any:
         """Ask for the cancel of a request's fetches."""
-        call = self._call("cancel_retrieve", request)
-        actual = self._apply(call, "cancel_retrieve", request)
-        return self._judge(call, actual, self.reference.cancel_retrieve(request))
+        return self._same("cancel_retrieve", request)
 
     def reset(self, request: str, free: bool = True) -> Any:
         """Reset a request."""
-        call = self._call("reset", request, free)
-        actual = self._apply(call, "reset", request, free)
-        return self._judge(call, actual, self.reference.reset(request, free))
+        return self._same("reset", request, free)
 
     def remove(self, request: str) -> Any:
         """Remove a request."""
-        call = self._call("remove", request)
-        actual = self._apply(call, "remove", request)
-        return self._judge(call, actual, self.reference.remove(request))
+        return self._same("remove", request)
 
     def plan_of(self, lease: Lease) -> Plan:
         """Return the newest plan of a lease, or the newest there is."""

@@ -154,14 +154,19 @@ def _fetch(state: State, stream: Stream, record: Record, count: int, now_s: floa
     return fetch
 
 
+def _awaited(fetch: Fetch) -> bool:
+    """Tell whether the stream of a fetch still waits for it; otherwise the fetch is orphaned."""
+    residency = fetch.stream.residency
+    return isinstance(residency, Fetching) and residency.fetch is fetch
+
+
 def _end(state: State, fetch: Fetch) -> bool:
     """End a fetch; return whether its stream still waits for it."""
     fetch.open = False
     del state.claims[fetch.serial]
     assert fetch.op is not None
     state.outbox.append(FetchEnd(state.number(), NOTHING, fetch, fetch.op.number))
-    residency = fetch.stream.residency
-    return isinstance(residency, Fetching) and residency.fetch is fetch
+    return _awaited(fetch)
 
 
 def landed(state: State, fetch: Fetch) -> FetchEnded | Refusal:
@@ -247,10 +252,8 @@ def abandon_fetch(state: State, fetch: Fetch) -> Abandoned | Refusal:
         return ClaimEnded(request=stream.request.id, label=stream.label)
     state.own(fetch)
     # Effect.
-    residency = stream.residency
-    orphaned = not (isinstance(residency, Fetching) and residency.fetch is fetch)
     fetch.cancel_requested = True
-    return Abandoned(stream.request.id, orphaned, pending=True)
+    return Abandoned(stream.request.id, not _awaited(fetch), pending=True)
 
 
 def cancel_retrieve(state: State, request: str, labels: Sequence[str] | None = None) -> tuple[Fetch, ...] | Refusal:
