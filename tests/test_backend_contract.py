@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 
-from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan
+from kvstate.errors import Poisoned
+from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan, StepBegin
+from kvstate.ordering import NOTHING
 from kvstate.testing import backends, contract
 from kvstate.testing.contract import CONTRACT
 from kvstate.testing.memory import MemoryBackend
+from kvstate.types import Geometry
 
 INSTALLED = sorted(point.name for point in entry_points(group=backends.GROUP))
 
@@ -22,6 +26,30 @@ def test_an_installed_backend_keeps_the_contract(name: str, check: Callable[[Any
     make = backends.find(name)
     check(make)
     assert check in CONTRACT and check.__doc__
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_lost_device_refuses_everything_and_wakes_who_waits_for_it(name: str) -> None:
+    backend = backends.find(name)(Geometry(pages=4))
+    errors: list[BaseException] = []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            backend.wait((9, 0, 0))
+        except Poisoned as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(60)
+    backend.fail_next(fatal=True)
+    for number in (1, 2):
+        with pytest.raises(Poisoned, match="#1"):
+            backend.submit(StepBegin(number, NOTHING, None))
+    thread.join(60)
+    assert len(errors) == 1
 
 
 class WritesToTheNextSlot(MemoryBackend):
@@ -66,9 +94,6 @@ class CompletesNothing(MemoryBackend):
 
 
 class ForgetsThatItWasLost(MemoryBackend):
-    def _lose(self, why: str) -> None:
-        pass
-
     def submit(self, op: Op) -> None:
         try:
             super().submit(op)

@@ -1,17 +1,16 @@
 """The fuzz: hypothesis writes programs of the alphabet, all is checked after each call, and violations are short."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 
-from kvstate.arena import Pool
 from kvstate.testing import fuzz, program
 from kvstate.testing.alphabet import LETTERS
 from kvstate.testing.fuzz import machine, run_once
 from kvstate.testing.walk import SIZES, Tally
 from kvstate.testing.world import Sizes
-from kvstate.transitions import retention
-from kvstate.types import RetentionPolicy
+
+from .breakages import greedy_retention, uncounted_sharing
 
 IDS = [f"{sizes.pages}+{sizes.host_pages} pages of {sizes.page_size}, {sizes.subject}" for sizes in SIZES]
 
@@ -37,27 +36,6 @@ def test_the_same_seed_writes_the_same_programs() -> None:
     run_once(SIZES[0], 4, 3, other)
     assert (one.programs, one.accepted, one.seen) == (two.programs, two.accepted, two.seen)
     assert one.accepted != other.accepted
-
-
-def greedy_retention(patch: pytest.MonkeyPatch) -> None:
-    """Let retention take a page too many."""
-    healthy = retention.pages_outside
-
-    def greedy(length: int, policy: RetentionPolicy, page_size: int) -> tuple[int, int]:
-        first, count = healthy(length, policy, page_size)
-        return first, count + 1 if count else 0
-
-    patch.setattr(retention, "pages_outside", greedy)
-
-
-def uncounted_sharing(patch: pytest.MonkeyPatch) -> None:
-    """Let a shared page have one owner."""
-
-    def share(self: Pool, pages: Iterable[int]) -> None:
-        for _ in pages:
-            pass
-
-    patch.setattr(Pool, "share", share)
 
 
 @pytest.mark.parametrize("break_core", [uncounted_sharing, pytest.param(greedy_retention, marks=pytest.mark.slow)])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvstate.errors import Poisoned, SubmitError
+from kvstate.errors import SubmitError
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan, StepBegin, StepEnd, Tier
 from kvstate.ordering import NOTHING
 from kvstate.state import Lease, OffloadClaim, OnDevice, ReloadClaim, State
@@ -170,30 +170,6 @@ def test_a_hook_decides_which_ops_fail() -> None:
         backend.submit(CopyOut(3, NOTHING, None, ([],)))
     backend.submit(CopyOut(4, NOTHING, None, ([],)))
     assert backend.completed() == (1, 4, 0)
-
-
-def test_a_lost_device_refuses_everything_and_wakes_who_waits_for_it() -> None:
-    backend = MemoryBackend(GEOMETRY)
-    errors: list[BaseException] = []
-    waiting = threading.Event()
-
-    def wait() -> None:
-        waiting.set()
-        try:
-            backend.wait((9, 0, 0))
-        except Poisoned as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert waiting.wait(60)
-    backend.fail_next(fatal=True)
-    with pytest.raises(Poisoned, match="#1"):
-        backend.submit(StepBegin(1, NOTHING, None))
-    with pytest.raises(Poisoned):
-        backend.submit(StepBegin(2, NOTHING, None))
-    thread.join(60)
-    assert len(errors) == 1
 
 
 def test_waiting_ends_when_another_thread_submits_the_op() -> None:

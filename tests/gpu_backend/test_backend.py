@@ -3,7 +3,6 @@
 import inspect
 import threading
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from kvstate.errors import Poisoned, SubmitError
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, StepBegin, StepEnd, Tier
 from kvstate.ordering import NOTHING, Queue
 from kvstate.refusals import CopyFailed
-from kvstate.testing.contract import CONTRACT
 from kvstate.testing.drive import MeteredJudge, drive, peak_demand, pool_pages
 from kvstate.testing.memory import MemoryBackend
 from kvstate.testing.walk import Tally, walk
@@ -30,11 +28,6 @@ from kvstate.workload import synthetic
 from .rig import DTYPES, Rig, layout
 
 POISON = Undefined.POISON
-
-
-@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_the_cpu_device_keeps_the_contract(check: Callable[[Any], None]) -> None:
-    check(cpu_backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,29 +155,6 @@ def test_a_launch_that_fails_on_entry_leaves_no_row_held(kind: Any) -> None:
     with rig.step(*step.segments, pre_forks=step.pre_forks) as plan:
         rig.backend.write(plan, 0, [9])
     assert rig.content("a", "cfg") == [0, 1, 2, 9]
-
-
-def test_a_lost_device_refuses_everything_and_wakes_who_waits_for_it() -> None:
-    backend = cpu_backend(Geometry(pages=4))
-    errors: list[BaseException] = []
-    waiting = threading.Event()
-
-    def wait() -> None:
-        waiting.set()
-        try:
-            backend.wait((9, 0, 0))
-        except Poisoned as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert waiting.wait(60)
-    backend.fail_next(fatal=True)
-    for number in (1, 2):
-        with pytest.raises(Poisoned, match="#1"):
-            backend.submit(StepBegin(number, NOTHING, None))
-    thread.join(60)
-    assert len(errors) == 1
 
 
 def test_an_error_of_the_device_is_fatal_and_says_what_it_was() -> None:

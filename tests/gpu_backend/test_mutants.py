@@ -3,12 +3,10 @@
 A patch is taken back before the same test must pass, so that it passes shows too that nothing of the mutant is left.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -31,7 +29,7 @@ from gpu_backend.stamps import StampCode
 from kvstate.manager import KVManager
 from kvstate.ops import Plan, PlanView
 from kvstate.testing import contract
-from tests.mutants.registry import Patch, _code
+from tests.mutants.registry import Patch, edit
 
 from . import test_backend, test_copier, test_kv_io, test_page_tables, test_plan_tensors
 
@@ -44,30 +42,6 @@ class Mutant:
     what: str
     patch: Patch
     caught_by: Callable[..., None]
-
-
-def edit(function: Any, *changes: tuple[str, str]) -> Patch:
-    """Return the patch that replaces pieces of a function's source, each of which must be there exactly once.
-
-    As `tests.mutants.registry.edit`, which finds its functions inside ``kvstate`` only.
-    """
-    assert isinstance(function, FunctionType)
-
-    @contextmanager
-    def patched() -> Iterator[None]:
-        source = inspect.getsource(function)
-        for old, new in changes:
-            found = source.count(old)
-            assert found == 1, f"{old!r} is {found} times in {function.__qualname__}: it changed, adapt the mutant"
-            source = source.replace(old, new)
-        original = function.__code__
-        function.__code__ = _code(function, source)
-        try:
-            yield
-        finally:
-            function.__code__ = original
-
-    return patched
 
 
 def example(test: Any, *values: Any) -> Callable[[], None]:

@@ -73,16 +73,20 @@ def _code(function: FunctionType, source: str) -> CodeType:
     return code
 
 
-def edit(path: str, *changes: tuple[str, str]) -> Patch:
-    """Return the patch that replaces pieces of a function's source, each of which must be there exactly once."""
+def edit(what: str | Callable[..., Any], *changes: tuple[str, str]) -> Patch:
+    """Return the patch that replaces pieces of a function's source, each of which must be there exactly once.
+
+    `what` is the function, or its path inside ``kvstate``.
+    """
 
     @contextmanager
     def patched() -> Iterator[None]:
-        function = _find(path)
+        function = _find(what) if isinstance(what, str) else what
+        assert isinstance(function, FunctionType), f"{what} is not a function in Python"
         source = inspect.getsource(function)
         for old, new in changes:
             found = source.count(old)
-            assert found == 1, f"{old!r} is {found} times in {path}: the core changed, adapt the mutant"
+            assert found == 1, f"{old!r} is {found} times in {function.__qualname__}: it changed, adapt the mutant"
             source = source.replace(old, new)
         original = function.__code__
         function.__code__ = _code(function, source)
