@@ -86,6 +86,8 @@ class PlanView:
         Of the stream when the step was admitted.
     sink
         True when the row writes to the sink: padding, and segments that went void before this plan.
+    skipped
+        Leading pages that are not held, per group: the window has left them, and `tables` names the sink there.
     sources
         The tables that `tables` were read from, per group; empty for a sink row. A backend that keeps rows uploads what
         a table has beyond the one it uploaded last (``Table.extends``).
@@ -100,6 +102,7 @@ class PlanView:
     position: int
     generation: int
     sink: bool
+    skipped: tuple[int, ...] = (0,)
     sources: tuple[Table, ...] = ()
 
     @property
@@ -174,7 +177,7 @@ class Plan:
             row.released_before + start,
             row.generation,
             False,
-            row.step_tables,
+            sources=row.step_tables,
         )
 
 

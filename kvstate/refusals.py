@@ -22,6 +22,7 @@ class Kind(enum.Enum):
     AFTER_CLAIM = "retry after the claim has ended"
     AFTER_PLAN = "plan again, or abort"
     AFTER_LAUNCH = "launch the step first"
+    AFTER_LOOKUP = "look the prefix up again"
     TERMINAL = "do not retry"
 
 
@@ -63,33 +64,45 @@ class ConfigConflict(Refusal):
     """The request is live with another config."""
 
 
+def _fragments(fragmented: bool) -> str:
+    return " (enough bytes are free, in sectors of other groups)" if fragmented else ""
+
+
 @attrs.frozen(kw_only=True)
 class PagesExhausted(Refusal):
-    """Too few device pages are free: `short` = pages wanted − available, whole step, per group."""
+    """Too few device pages are free: `short` = pages wanted − available, whole step, per group.
+
+    `fragmented`: by bytes there is room, but in sectors that other groups hold.
+    """
 
     default_kind = Kind.AFTER_EVICTION
     short: tuple[int, ...]
+    fragmented: bool = False
 
     @property
     def reason(self) -> str:
-        return f"{', '.join(map(str, self.short))} device pages short"
+        return f"{', '.join(map(str, self.short))} device pages short{_fragments(self.fragmented)}"
 
 
 @attrs.frozen(kw_only=True)
 class HostExhausted(Refusal):
-    """Too few host pages are free: `short` per group."""
+    """Too few host pages are free: `short` per group.
+
+    `fragmented`: by bytes there is room, but in sectors that other groups hold.
+    """
 
     default_kind = Kind.AFTER_EVICTION
     short: tuple[int, ...]
+    fragmented: bool = False
 
     @property
     def reason(self) -> str:
-        return f"{', '.join(map(str, self.short))} host pages short"
+        return f"{', '.join(map(str, self.short))} host pages short{_fragments(self.fragmented)}"
 
 
 @attrs.frozen(kw_only=True)
 class TooLarge(Refusal):
-    """What this request asks for can never fit: `wanted` distinct pages of `capacity`."""
+    """What this request asks for can never fit: `wanted` distinct pages of `capacity`; of several groups, sectors."""
 
     wanted: int
     capacity: int
@@ -97,6 +110,40 @@ class TooLarge(Refusal):
     @property
     def reason(self) -> str:
         return f"it asks for {self.wanted} distinct pages and the pool has {self.capacity}"
+
+
+@attrs.frozen(kw_only=True)
+class PrefixLost(Refusal):
+    """Pages of the prefix are gone since they were looked up: only `matched` are left."""
+
+    default_kind = Kind.AFTER_LOOKUP
+    matched: int
+
+    @property
+    def reason(self) -> str:
+        return f"of the prefix that was looked up only {self.matched} pages are left"
+
+
+@attrs.frozen(kw_only=True)
+class NotEmpty(Refusal):
+    """Only an empty stream can start on a prefix, and this one stores, or is about to store, `length` tokens."""
+
+    length: int
+
+    @property
+    def reason(self) -> str:
+        return f"only an empty stream can start on a prefix, and this one has {self.length} tokens"
+
+
+@attrs.frozen(kw_only=True)
+class NotStored(Refusal):
+    """More tokens were named than are stored behind the keyed ones: `stored`."""
+
+    stored: int
+
+    @property
+    def reason(self) -> str:
+        return f"only {self.stored} tokens are stored behind the keyed ones"
 
 
 @attrs.frozen(kw_only=True)

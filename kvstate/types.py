@@ -6,10 +6,14 @@ Lengths, spans and budgets are in tokens, capacities in pages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
+
+from kvstate.prefix import KEY_BYTES, Key
 
 MAIN = "main"
 
@@ -83,10 +87,13 @@ class Group:
         Used in messages and metrics.
     page_bytes
         Bytes of one page in either tier.
+    window
+        Tokens that a token attends to, itself included (sliding-window attention); None: all before it.
     """
 
     name: str = attrs.field(default="full", validator=_name)
     page_bytes: int = attrs.field(default=1, validator=_positive)
+    window: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
 
 
 def _groups(values: Iterable[Group]) -> tuple[Group, ...]:
@@ -97,22 +104,31 @@ def _groups(values: Iterable[Group]) -> tuple[Group, ...]:
     return groups
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Geometry:
     """Sizes of one paged cache.
+
+    With one group a page is the unit of memory. Several groups share sectors of ``lcm(page bytes of every group, 128)``
+    bytes: a sector is lent to one group until all its pages are free, and `pages` and `host_pages` count sectors.
 
     Parameters
     ----------
     pages
-        Device pages per group, the sink not counted.
+        Device pages, the sink not counted; of several groups, device sectors.
     page_size
-        Tokens per page.
+        Tokens per page, of every group.
     host_pages
-        Host pages per group; 0 means that there is no host pool and offload is refused.
+        Host pages, or sectors; 0 means that there is no host pool and offload is refused.
     groups
-        One entry per attention type. This release drives exactly one group.
+        One entry per attention type.
     name
         Used in messages and metrics.
+
+    Examples
+    --------
+    >>> mixed = Geometry(pages=10, groups=(Group("full", 4096), Group("window", 1024, window=64)))
+    >>> mixed.sector_bytes, mixed.pages_per_sector, mixed.group_pages
+    (4096, (1, 4), (10, 40))
     """
 
     pages: int = attrs.field(validator=_positive)
@@ -122,12 +138,38 @@ class Geometry:
     name: str = attrs.field(default="kv", validator=_name)
 
     @groups.validator
-    def _one_group(self, _: attrs.Attribute[Any], value: tuple[Group, ...]) -> None:
-        if len(value) != 1:
-            raise ValueError(
-                f"geometry {self.name!r} has {len(value)} groups; this release drives exactly one, "
-                "use one manager per attention type"
-            )
+    def _some_groups(self, _: attrs.Attribute[Any], value: tuple[Group, ...]) -> None:
+        if not value:
+            raise ValueError(f"geometry {self.name!r} has no groups; give one per attention type")
+        names = [group.name for group in value]
+        if len(set(names)) != len(names):
+            raise ValueError(f"geometry {self.name!r} has two groups of one name: {', '.join(names)}; rename one")
+
+    @cached_property
+    def sector_bytes(self) -> int:
+        """Bytes of a sector: what changes hands between groups. One group lends its pages to nobody."""
+        sizes = [group.page_bytes for group in self.groups]
+        return math.lcm(*sizes, 128) if len(sizes) > 1 else sizes[0]
+
+    @cached_property
+    def pages_per_sector(self) -> tuple[int, ...]:
+        """Pages of a sector, per group. Page p of group g lies in sector ``p // pages_per_sector[g]``."""
+        return tuple(self.sector_bytes // group.page_bytes for group in self.groups)
+
+    @cached_property
+    def group_pages(self) -> tuple[int, ...]:
+        """Device pages that each group could have; that is also the number of its sink page."""
+        return tuple(self.pages * per_sector for per_sector in self.pages_per_sector)
+
+    @cached_property
+    def host_group_pages(self) -> tuple[int, ...]:
+        """Host pages that each group could have."""
+        return tuple(self.host_pages * per_sector for per_sector in self.pages_per_sector)
+
+    @cached_property
+    def windowed(self) -> bool:
+        """True when some group has a window."""
+        return any(group.window is not None for group in self.groups)
 
     def pages_for(self, tokens: int) -> int:
         """Return the pages that hold `tokens` tokens.
@@ -136,6 +178,18 @@ class Geometry:
         3
         """
         return -(-tokens // self.page_size)
+
+    def skipped(self, group: int, length: int) -> int:
+        """Return the leading pages that `group` need not hold when `length` tokens are stored.
+
+        The next token, at position `length`, attends to ``window - 1`` stored ones.
+
+        >>> mixed = Geometry(pages=8, page_size=4, groups=(Group("full"), Group("window", window=6)))
+        >>> [mixed.skipped(1, length) for length in (5, 8, 9, 13)], mixed.skipped(0, 99)
+        ([0, 0, 1, 2], 0)
+        """
+        window = self.groups[group].window
+        return 0 if window is None else max(0, (length - window + 1) // self.page_size)
 
 
 @attrs.frozen
@@ -172,6 +226,8 @@ class RequestConfig:
         ``{label: RetentionPolicy}``.
     offload_priority
         Requests with a higher number are offered for offload first.
+    cache_salt
+        Pages are shared by content with requests of the same salt only: a tenant, an adapter.
     """
 
     labels: tuple[str, ...] = attrs.field(default=(MAIN,), converter=_names)
@@ -179,6 +235,7 @@ class RequestConfig:
     walk_labels: Mapping[tuple[str, str], tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_walk)
     retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=_policies)
     offload_priority: int = attrs.field(default=0, validator=_whole)
+    cache_salt: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
 
     def labels_needed(self, node: str | None = None, walk: str | None = None) -> tuple[str, ...]:
         """Return the labels needed at `node` on `walk`.
@@ -194,16 +251,31 @@ class RequestConfig:
         return self.labels or (MAIN,)
 
 
+def _keys(values: Iterable[Key]) -> tuple[Key, ...]:
+    keys = tuple(values)
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise ValueError(f"a key is {KEY_BYTES} bytes, as kvstate.prefix.page_keys makes them, got {key!r}")
+    return keys
+
+
 @attrs.frozen
 class Segment:
     """`span` tokens that one step computes on one stream.
 
-    A segment without a request is padding: it owns nothing and its tokens go to the sink.
+    A segment without a request is padding: it owns nothing and its tokens go to the sink. With a `prefix`, an empty
+    stream starts on the cached pages of those keys, and the span continues behind them.
     """
 
     request: str | None = attrs.field(validator=attrs.validators.optional(_name))
     label: str = attrs.field(default=MAIN, validator=_name)
     span: int = attrs.field(default=1, validator=_not_negative)
+    prefix: tuple[Key, ...] = attrs.field(default=(), converter=_keys)
+
+    @prefix.validator
+    def _computes(self, _: attrs.Attribute[Any], value: tuple[Key, ...]) -> None:
+        if value and (self.request is None or not self.span):
+            raise ValueError("a segment with a prefix computes at least one token of a request; give it a span")
 
     @classmethod
     def padding(cls, span: int = 1, label: str = MAIN) -> Segment:
@@ -300,6 +372,14 @@ class Step:
             if plan_label in names or (plan_label in present and plan_label not in labels):
                 raise ValueError(f"plan label {plan_label!r} is already taken in this step; choose another name")
             names.add(plan_label)
+        started: set[tuple[str | None, str]] = set()
+        for segment in self.segments:
+            if segment.prefix and (not self.commit or (segment.request, segment.label) in started):
+                raise ValueError(
+                    f"the prefix of {segment.request}/{segment.label} must be in the first segment of its stream, in a "
+                    "step that commits"
+                )
+            started.add((segment.request, segment.label))
         for forks in (self.pre_forks, self.post_forks):
             targets = [fork.target for fork in self.stream_forks(forks)]
             for target in targets:
@@ -309,7 +389,7 @@ class Step:
         plain = (
             self.commit
             and not (self.pre_forks or self.post_forks or self.retention)
-            and all(segment.request is not None and segment.span for segment in self.segments)
+            and all(segment.request is not None and segment.span and not segment.prefix for segment in self.segments)
             and len(set(keys)) == len(keys)
         )
         object.__setattr__(self, "plain", plain)
@@ -336,7 +416,8 @@ class Step:
 class Record:
     """What one rank publishes of one stream.
 
-    `pages` has one tuple per group and is empty while the bytes are on the host. `address` is the transfer descriptor:
+    `pages` has one tuple per group and is empty while the bytes are on the host; the places of pages that a window group
+    does not hold name its sink. `address` is the transfer descriptor:
     what a transport needs to reach the pages. A reader copies, then asks whether (`incarnation`, `epoch`) still holds.
     """
 

@@ -33,11 +33,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a bool for host pages": (lambda: Geometry(pages=1, host_pages=True), "host_pages must be .* got True"),
     "a float for pages": (lambda: Geometry(pages=4.0), "pages must be a whole number .* got 4.0"),  # type: ignore[arg-type]
     "no name": (lambda: Geometry(pages=1, name=""), "name must be a non-empty string, got ''"),
-    "several groups": (
-        lambda: Geometry(pages=1, groups=(Group("full"), Group("window")), name="both"),
-        "geometry 'both' has 2 groups; this release drives exactly one, use one manager per attention type",
+    "two groups of one name": (
+        lambda: Geometry(pages=1, groups=(Group("full"), Group("full")), name="both"),
+        "geometry 'both' has two groups of one name: full, full; rename one",
     ),
-    "no group": (lambda: Geometry(pages=1, groups=()), "has 0 groups; this release drives exactly one"),
+    "no group": (lambda: Geometry(pages=1, groups=()), "has no groups; give one per attention type"),
+    "a window of nothing": (lambda: Group(window=0), "window must be a whole number of at least 1"),
+    "a key that is none": (lambda: Segment("r", prefix=(b"short",)), "a key is 32 bytes"),
+    "a prefix and nothing to compute": (
+        lambda: Segment("r", span=0, prefix=(bytes(32),)),
+        "a segment with a prefix computes at least one token",
+    ),
+    "a prefix behind other tokens": (
+        lambda: Step([Segment("r"), Segment("r", prefix=(bytes(32),))]),
+        "the prefix of r/main must be in the first segment of its stream, in a step that commits",
+    ),
+    "a prefix that does not commit": (
+        lambda: Step([Segment("r", prefix=(bytes(32),))], commit=False),
+        "the prefix of r/main must be in the first segment of its stream, in a step that commits",
+    ),
     "something else as a group": (lambda: Geometry(pages=1, groups=("full",)), "full"),  # type: ignore[arg-type]
     "a group without a name": (lambda: Group(""), "name must be a non-empty string"),
     "a page of no bytes": (lambda: Group(page_bytes=0), "page_bytes must be a whole number of at least 1"),
