@@ -25,8 +25,8 @@ RESIDENCIES = ("OnDevice", "Offloading", "OnHost", "Reloading", "Fetching", "Fet
 REFUSALS: dict[str, tuple[str, ...]] = {
     "ingest": ("ConfigConflict",),
     "admit": (
-        "UnknownRequest", "FetchPending", "FetchFailed", "StreamNotOnDevice", "ForkPending", "PagesExhausted",
-        "TooLarge",
+        "UnknownRequest", "FetchPending", "FetchFailed", "StreamNotOnDevice", "ForkPending", "NotEmpty", "PrefixLost",
+        "PagesExhausted", "TooLarge",
     ),
     "plan": ("StalePlan", "AlreadyLaunched"),
     "launch_enter": ("StalePlan", "AlreadyLaunched", "OutOfOrder"),
@@ -53,6 +53,8 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "abandon_fetch": ("ClaimEnded",),
     "cancel_retrieve": ("UnknownRequest",),
     "cancelled": ("ClaimEnded",),
+    "key": ("UnknownRequest", "NotStored", "FetchPending", "FetchFailed", "StreamNotOnDevice"),
+    "reset_prefix_cache": (),
     "reset": ("UnknownRequest",),
     "remove": ("UnknownRequest",),
     "clear": (),

@@ -75,13 +75,25 @@ def _live(view: StateView) -> Iterator[tuple[LeaseView, RowView]]:
 
 
 def _written(view: StateView, row: RowView, group: int) -> tuple[int, ...]:
-    size = view.page_size
-    return row.reads[group][row.start // size : -(-row.stop // size)] if row.stop > row.start else ()
+    size, skip = view.page_size, row.skipped[group]
+    if row.stop <= row.start:
+        return ()
+    return row.reads[group][max(0, row.start // size - skip) : max(0, -(-row.stop // size) - skip)]
+
+
+def _read(view: StateView, row: RowView, group: int) -> tuple[int, ...]:
+    return row.reads[group][: max(0, -(-row.stop // view.page_size) - row.skipped[group])]
+
+
+def _content(view: StateView, stream: StreamView, table: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """Return the pages of `table` that hold the stream's tokens."""
+    skip = stream.skipped[group] if stream.skipped else 0
+    return table[: max(0, -(-stream.length // view.page_size) - skip)]
 
 
 @always
 def pages_conserve(view: StateView) -> str | None:
-    """Per tier and group, free and owned pages add up to the pool, and a page has exactly the owners that list it."""
+    """Per tier and group a page is free, cached, or owned by exactly those that list it, or its sector is not lent."""
     for tier, pools in (("device", view.device), ("host", view.host)):
         for group, pool in enumerate(pools):
             listed: Counter[int] = Counter()
@@ -97,15 +109,17 @@ def pages_conserve(view: StateView) -> str | None:
                     for row in lease.rows:
                         listed.update(row.takes[group])
                         listed.update(row.temps[group])
-            free = Counter(pool.free)
+            free = Counter(pool.free) + Counter(pool.cached)
+            lent = view.device_lent if tier == "device" else view.host_lent
             strange = sorted((set(listed) | set(free)) - set(range(len(pool.owners))))
             if strange:
                 return f"{tier} page {strange[0]} is free or owned, and the pool has {len(pool.owners)} pages"
             for page, owners in enumerate(pool.owners):
                 if listed[page] != owners:
                     return f"{tier} page {page} counts {owners} owners and {listed[page]} list it"
-                if free[page] != (1 if owners == 0 else 0):
-                    return f"{tier} page {page} has {owners} owners and is {free[page]} times in the free list"
+                here = not lent or lent[page // view.pages_per_sector[group]] == group
+                if free[page] != (1 if owners == 0 and here else 0):
+                    return f"{tier} page {page} has {owners} owners and is {free[page]} times free or cached"
     return None
 
 
@@ -124,8 +138,8 @@ def one_page_one_writer(view: StateView) -> str | None:
                 if writers.setdefault(page, who) != who:
                     return f"device page {page} is written by {writers[page]} and by {who}"
         for claim in view.claims:
-            if claim.kind != "offload":
-                for page in set(claim.device(group)):
+            if claim.fills:
+                for page in sorted(set(claim.fills[group])):
                     who = f"{claim.kind} {claim.serial}"
                     if writers.setdefault(page, who) != who:
                         return f"device page {page} is written by {writers[page]} and by {who}"
@@ -151,16 +165,18 @@ def nothing_writes_a_sealed_or_shared_page(view: StateView) -> str | None:
 
 @always
 def full_pages_are_sealed(view: StateView) -> str | None:
-    """A device page that a stream on the device has filled with tokens is sealed, and a page without owner is not."""
+    """A device page that a stream on the device has filled is sealed; of the pages without owner, the cached ones."""
     for group, pool in enumerate(view.device):
         for stream in view.streams:
             if stream.residency in ("OnDevice", "Fetching", "FetchFailed"):
-                for page in _of(stream.device, group)[: stream.length // view.page_size]:
+                full = max(0, stream.length // view.page_size - stream.skipped[group])
+                for page in _of(stream.device, group)[:full]:
                     if page < len(pool.sealed) and not pool.sealed[page]:
                         return f"page {page} of {stream.request}/{stream.label} is full and not sealed"
+        cached = set(pool.cached)
         for page, owners in enumerate(pool.owners):
-            if not owners and pool.sealed[page]:
-                return f"page {page} is sealed and nobody owns it"
+            if not owners and pool.sealed[page] != (page in cached):
+                return f"page {page} has no owner and is {'' if pool.sealed[page] else 'not '}sealed"
     return None
 
 
@@ -169,12 +185,12 @@ def tables_cover_lengths(view: StateView) -> str | None:
     """The table of a stream, and of an open step's row that counts, has a page for every token it stores."""
     for stream in view.streams:
         pages = -(-stream.length // view.page_size)
-        for table in stream.device if stream.residency != "OnHost" else stream.host:
-            if len(table) < pages:
+        for group, table in enumerate(stream.device if stream.residency != "OnHost" else stream.host):
+            if stream.skipped[group] + len(table) < pages:
                 return f"{stream.request}/{stream.label} stores {stream.length} tokens in {len(table)} pages"
     for _, row in _live(view):
-        for table in row.reads:
-            if len(table) * view.page_size < row.stop:
+        for skip, table in zip(row.skipped, row.reads, strict=True):
+            if (skip + len(table)) * view.page_size < row.stop:
                 return f"a step reaches token {row.stop} of {row.request}/{row.label} in {len(table)} pages"
     return None
 
@@ -191,7 +207,8 @@ def residency_agrees(view: StateView) -> str | None:
             claim = claims.get(stream.holder)
             if claim is None or claim.kind != kinds[stream.residency] or claim.incarnation != stream.incarnation:
                 return f"{name} is {stream.residency} without an open claim of that kind"
-        if any(stream.host) != (stream.residency == "OnHost" and stream.length > 0):
+        pages = -(-stream.length // view.page_size)
+        if any(stream.host) != (stream.residency == "OnHost" and any(pages > skip for skip in stream.skipped)):
             return f"{name} is {stream.residency} and has host pages {stream.host}"
         if stream.residency in ("OnHost", "Offloading", "Reloading") and any(stream.device):
             return f"{name} is {stream.residency} and has device pages {stream.device}"
@@ -209,13 +226,13 @@ def a_leased_page_is_neither_free_nor_claimed(view: StateView) -> str | None:
     residencies = {(stream.incarnation, stream.label): stream.residency for stream in view.streams}
     for group, pool in enumerate(view.device):
         claimed = {page for claim in view.claims for page in claim.device(group)}
-        filling = {page for claim in view.claims if claim.kind != "offload" for page in claim.device(group)}
+        filling = {page for claim in view.claims if claim.fills for page in claim.fills[group]}
         for _, row in _live(view):
             name = f"{row.request}/{row.label}"
             residency = residencies.get((row.incarnation, row.label))
             if residency != "OnDevice":
                 return f"{name} is {residency} under an open step"
-            for page in row.reads[group][: -(-row.stop // view.page_size)]:
+            for page in _read(view, row, group):
                 if not pool.owners[page]:
                     return f"page {page} of {name} is free under an open step"
                 if page in filling:
@@ -233,7 +250,7 @@ def a_launched_step_keeps_its_pages(view: StateView) -> str | None:
         if lease.status in ("launching", "launched"):
             for row in lease.rows:
                 for group, pool in enumerate(view.device):
-                    for page in row.reads[group][: -(-row.stop // view.page_size)]:
+                    for page in _read(view, row, group):
                         if not pool.owners[page]:
                             return (
                                 f"page {page} of {row.request}/{row.label} is free under launched step {lease.serial}"
@@ -243,13 +260,14 @@ def a_launched_step_keeps_its_pages(view: StateView) -> str | None:
 
 @always
 def idle_means_empty(view: StateView) -> str | None:
-    """Without requests, leases and claims every page of every tier is free."""
+    """Without requests, leases and claims nobody owns a page of any tier."""
     if view.requests or view.leases or view.claims:
         return None
     for tier, pools in (("device", view.device), ("host", view.host)):
         for pool in pools:
-            if len(pool.free) != len(pool.owners):
-                return f"idle, and {len(pool.owners) - len(pool.free)} {tier} pages are not free"
+            owned = sum(1 for owners in pool.owners if owners)
+            if owned:
+                return f"idle, and {owned} {tier} pages have an owner"
     return None
 
 
@@ -292,12 +310,11 @@ def epochs_rise_before_pages_leave(before: StateView, now: StateView, verb: str)
     """When a page that held content leaves a stream on the device, or its offload, the stream's epoch has risen."""
     parts = {(claim.serial, part.label): part for claim in before.claims for part in claim.parts}
     for was, stream in _same_streams(before, now):
-        pages = -(-was.length // now.page_size)
         part = parts.get((was.holder, was.label)) if was.residency == "Offloading" else None
         for group, table in enumerate(was.device if part is None else part.device):
-            here = set(_of(stream.device, group)[: -(-stream.length // now.page_size)])
+            here = set(_content(now, stream, _of(stream.device, group), group))
             moved = stream.residency in ("OnDevice", "Fetching", "FetchFailed", "OnHost")
-            if moved and set(table[:pages]) - here and stream.epoch == was.epoch:
+            if moved and set(_content(before, was, table, group)) - here and stream.epoch == was.epoch:
                 return f"{verb} took pages from {stream.request}/{stream.label} at epoch {stream.epoch}"
     return None
 

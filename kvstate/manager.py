@@ -6,7 +6,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,16 +18,18 @@ from kvstate.backend import Backend, Cancelled, Failed, Landed, Outcome, Transpo
 from kvstate.errors import LockHeld, Poisoned, Refused, SubmitError
 from kvstate.ops import FetchBegin, FetchEnd, Op, Plan, StepBegin, StepEnd
 from kvstate.ordering import Clock
+from kvstate.prefix import CacheEvent, Key
 from kvstate.refusals import ManagerClosed, ManagerPoisoned, Refusal
 from kvstate.state import Claim, Fetch, Lease, OffloadClaim, ReloadClaim, State
 from kvstate.trace import Event
-from kvstate.transitions import lifecycle, offload, reload, retrieve, step
+from kvstate.transitions import leaving, lifecycle, offload, prefix, reload, retrieve, step
 from kvstate.transitions.lifecycle import Emptied, Ingested
 from kvstate.transitions.offload import Abandoned, Offloaded
+from kvstate.transitions.prefix import Keyed
 from kvstate.transitions.reload import Reloaded
 from kvstate.transitions.retrieve import Readiness, Retrieval, Snapshot
 from kvstate.transitions.step import Aborted, Committed
-from kvstate.types import Geometry, Publication, RequestConfig, Step
+from kvstate.types import MAIN, Geometry, Publication, RequestConfig, Step
 from kvstate.view import StateView
 
 T = TypeVar("T")
@@ -92,6 +95,9 @@ class KVManager:
         Check every promise after every transition. None takes the environment variable ``KVSTATE_DEBUG``.
     trace
         A list that gets one Event per critical section; None costs nothing.
+    events
+        A list that gets every change of what the prefix cache can find (`kvstate.prefix`), in order; None costs
+        nothing.
     clock
         Seconds, for the age of claims.
 
@@ -118,6 +124,7 @@ class KVManager:
         world_size: int = 1,
         debug: bool | None = None,
         trace: list[Event] | None = None,
+        events: list[CacheEvent] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.RLock()
@@ -127,6 +134,8 @@ class KVManager:
         self.transport = transport
         self.address = address if address is not None else f"{geometry.name}-{uuid.uuid4().hex[:12]}"
         self._state = State(geometry, self.address, rank, world_size)
+        for pool in self._state.device.pools:
+            pool.events = events
         self._clock = clock
         self._trace = trace
         self._debug = _debug_wanted() if debug is None else debug
@@ -135,6 +144,8 @@ class KVManager:
         self._dead: Refusal | None = None
         self._closed = False
         self._released = False
+        # Threads inside `batch`: what they emit waits for its end, or for another thread's submission.
+        self._batching: set[int] = set()
 
     # -- the critical section
 
@@ -149,11 +160,33 @@ class KVManager:
             if self._watched:
                 self._watch(verb, args, result)
             emitted = bool(self._state.outbox)
-        if emitted:
+        if emitted and (not self._batching or threading.get_ident() not in self._batching):
             self._drain()
             if self._dead is not None and not self._closed:
                 return self._named(self._dead)
         return self._named(result) if isinstance(result, Refusal) else result
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Submit what this thread's calls emit inside together, at the end: the copies of several claims, say.
+
+        Commit or abandon those claims behind the block: until then nobody knows whether their copies were submitted.
+        Of nested blocks the outermost counts.
+
+        Raises
+        ------
+        Poisoned
+            At the end, when the device failed.
+        """
+        me = threading.get_ident()
+        outermost = me not in self._batching
+        self._batching.add(me)
+        try:
+            yield
+        finally:
+            if outermost:
+                self._batching.discard(me)
+                self._drain()
 
     def _named(self, refusal: Refusal) -> Refusal:
         return attrs.evolve(refusal, manager=self.geometry.name)
@@ -274,6 +307,20 @@ class KVManager:
             admitted = self._locked("admit", step.admit, step_)
         return admitted
 
+    def probe(self, step_: Step, leaving: bool = False) -> Refusal | None:
+        """Return what `admit` would refuse the step with, or None; nothing changes.
+
+        Parameters
+        ----------
+        leaving
+            Answer as if every open offload claim had committed and every lease with void rows had ended.
+        """
+        with self._lock:
+            if self._dead is not None:
+                return self._named(self._dead)
+            refusal = step.probe(self._state, step_, leaving)
+            return refusal if refusal is None else self._named(refusal)
+
     def plan(self, lease: Lease) -> Plan | Refusal:
         """Fix the views and addresses of an admitted step. Refused: StalePlan, once per change."""
         return self._locked("plan", step.plan, lease)
@@ -389,12 +436,43 @@ class KVManager:
         with self._lock:
             return offload.reclaimable(self._state, request)
 
+    def gain(self, request: str) -> int:
+        """Return the device pages that nobody would own if `request` left now and its steps in flight had ended."""
+        self.poll()
+        with self._lock:
+            return leaving.gain(self._state, request)
+
     def offload_order(self) -> tuple[str, ...]:
         """Return the requests that an offload would gain from: higher `offload_priority` first, then the newest."""
         self.poll()
         with self._lock:
             ranked = sorted(self._state.requests.values(), key=lambda r: (-r.config.offload_priority, -r.incarnation))
             return tuple(r.id for r in ranked if offload.reclaimable(self._state, r.id))
+
+    # -- prefix cache
+
+    def match(self, keys: Sequence[Key]) -> int:
+        """Return how many leading pages of `keys` a request could start on now (``Segment.prefix``); claims nothing.
+
+        Parameters
+        ----------
+        keys
+            Of consecutive pages, from the first on; see `kvstate.prefix.page_keys`.
+        """
+        with self._lock:
+            return 0 if self._dead is not None else prefix.match(self._state, keys)
+
+    def key(self, request: str, tokens: Sequence[int], label: str = MAIN) -> Keyed | Refusal:
+        """Let other requests find the stored pages that hold `tokens`, which continue the stream's keyed ones.
+
+        Refused: NotStored, when there are more tokens than are stored; UnknownRequest; and where the stream is not on
+        the device.
+        """
+        return self._locked("key", prefix.key, request, tuple(tokens), label)
+
+    def reset_prefix_cache(self) -> int | Refusal:
+        """Forget every key: call this when the weights have changed. Returns how many pages could be found."""
+        return self._locked("reset_prefix_cache", prefix.reset_prefix_cache)
 
     # -- publish and retrieve
 
@@ -486,13 +564,16 @@ class KVManager:
             return tuple(c for c in self._state.claims.values() if now - c.opened_s >= older_than_s)
 
     def pages_free(self) -> dict[str, tuple[int, ...]]:
-        """Return the free pages per tier and group."""
+        """Return the free pages per tier and group; of several groups, those that each alone could be granted."""
         self.poll()
         with self._lock:
-            return {
-                arena.tier.value: tuple(len(pool.free) for pool in arena.pools)
-                for arena in (self._state.device, self._state.host)
-            }
+            return {arena.tier.value: arena.free() for arena in (self._state.device, self._state.host)}
+
+    def pages_available(self) -> dict[str, tuple[int, ...]]:
+        """Return the pages per tier that each group alone could be granted: free ones, and cached ones in their way."""
+        self.poll()
+        with self._lock:
+            return {arena.tier.value: arena.available() for arena in (self._state.device, self._state.host)}
 
     def view(self) -> StateView:
         """Return everything the manager knows, as one value."""

@@ -164,20 +164,24 @@ class Plan:
         if row is None or place in self.sunk:
             pages = -(-segment.span // self.page_size)
             tables = tuple((sink,) * pages for sink in self.sinks)
-            return PlanView(segment.request, segment.label, tables, 0, segment.span, segment.span, 0, 0, True)
+            return PlanView(
+                segment.request, segment.label, tables, 0, segment.span, segment.span, 0, 0, True,
+                (0,) * len(tables),
+            )  # fmt: skip
         length = start + segment.span
         count = -(-length // self.page_size)
         return PlanView(
             segment.request,
             segment.label,
-            tuple(table.first(count) for table in row.step_tables),
+            tuple(table.first(count, sink) for table, sink in zip(row.step_tables, self.sinks, strict=True)),
             start,
             length,
             segment.span,
             row.released_before + start,
             row.generation,
             False,
-            sources=row.step_tables,
+            tuple(table.skip for table in row.step_tables),
+            row.step_tables,
         )
 
 
@@ -229,8 +233,8 @@ class StepEnd(Op):
 
     def _touch(self, view: PlanView, start: int, stop: int) -> Iterator[Access]:
         size = self.plan.page_size
-        for group, table in enumerate(view.tables):
-            for place in range(start // size, -(-stop // size)):
+        for group, (table, skip) in enumerate(zip(view.tables, view.skipped, strict=True)):
+            for place in range(max(start // size, skip), -(-stop // size)):
                 first = place * size
                 yield Access(Tier.DEVICE, group, table[place], max(start - first, 0), min(stop - first, size))
 
@@ -285,21 +289,22 @@ class CopyIn(_PageCopies):
 class FetchBegin(Op):
     """A transport may write tokens ``start … stop`` of a stream, once `after` has completed. It ends by a FetchEnd.
 
-    `tables` has the consumer's pages per group, from the page that holds token `start` on.
+    `tables` has the consumer's pages per group: page ``firsts[g]`` of the stream's table first. A window group has none
+    in front of what its window needs once all has landed.
     """
 
     fetch: Any
     record: Record
     tables: tuple[tuple[int, ...], ...]
+    firsts: tuple[int, ...]
     start: int
     stop: int
     page_size: int
 
     def writes(self) -> Iterator[Access]:
-        base = self.start // self.page_size * self.page_size
-        for group, table in enumerate(self.tables):
-            for place, page in enumerate(table):
-                first = base + place * self.page_size
+        for group, (table, base) in enumerate(zip(self.tables, self.firsts, strict=True)):
+            for place, page in enumerate(table, start=base):
+                first = place * self.page_size
                 low, high = max(self.start - first, 0), min(self.stop - first, self.page_size)
                 yield Access(Tier.DEVICE, group, page, low, high)
 

@@ -23,6 +23,7 @@ from kvstate.arena import Arena
 from kvstate.errors import ForeignHandle, TableTooShort
 from kvstate.ops import CopyIn, CopyOut, FetchBegin, Op, Plan, Tier
 from kvstate.ordering import NOTHING, Clock
+from kvstate.prefix import Key
 from kvstate.types import Geometry, Record, RequestConfig, RetentionPolicy, Step
 
 Pages = tuple[list[int], ...]
@@ -32,35 +33,49 @@ Pages = tuple[list[int], ...]
 class Table:
     """The pages of a stream in one group, in order: a value.
 
+    Page i holds tokens ``i · page_size …``. The first `skip` pages are not held: a window has left them; whatever the
+    buffer has at their places means nothing. `count` counts them all the same.
+
     Extending shares the buffer while nobody else extended it, so growing by a page does not copy the table, and a view
     that was taken earlier stays true.
     """
 
-    __slots__ = ("_buffer", "count")
+    __slots__ = ("_buffer", "count", "skip")
 
-    def __init__(self, pages: list[int], count: int) -> None:
+    def __init__(self, pages: list[int], count: int, skip: int = 0) -> None:
         self._buffer = pages
         self.count = count
+        self.skip = skip
+
+    @classmethod
+    def of(cls, held: Sequence[int], skip: int = 0, sink: int = 0) -> Table:
+        """Return a table that holds `held` behind `skip` places, at which the buffer names the sink."""
+        pages = [sink] * skip
+        pages.extend(held)
+        return cls(pages, len(pages), skip)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._buffer[: self.count])
+        return iter(self._buffer[self.skip : self.count])
 
     def __getitem__(self, place: int) -> int:
         return self._buffer[place]
 
-    def first(self, count: int) -> tuple[int, ...]:
-        """Return the first `count` pages."""
+    def first(self, count: int, sink: int = 0) -> tuple[int, ...]:
+        """Return the first `count` pages; the sink in place of those that are not held."""
         if count > self.count:
             raise TableTooShort(count, self.count)
-        return tuple(self._buffer[:count])
+        if not self.skip:
+            return tuple(self._buffer[:count])
+        skip = min(self.skip, count)
+        return (sink,) * skip + tuple(self._buffer[skip:count])
 
     def extends(self, older: Table) -> bool:
         """Tell, without looking at pages, that this table begins with all of `older`; False decides nothing."""
         return self._buffer is older._buffer and self.count >= older.count
 
     def part(self, start: int, stop: int) -> list[int]:
-        """Return pages ``start … stop``."""
-        return self._buffer[start : min(stop, self.count)]
+        """Return pages ``start … stop``, those that are held."""
+        return self._buffer[max(start, self.skip) : min(stop, self.count)]
 
     def extended(self, pages: Sequence[int]) -> Table:
         """Return this table with `pages` at its end."""
@@ -70,7 +85,11 @@ class Table:
         if len(buffer) != self.count:
             buffer = buffer[: self.count]
         buffer.extend(pages)
-        return Table(buffer, len(buffer))
+        return Table(buffer, len(buffer), self.skip)
+
+    def slid(self, skip: int) -> Table:
+        """Return this table without holding the pages in front of `skip`."""
+        return self if skip <= self.skip else Table(self._buffer, self.count, skip)
 
 
 Tables = tuple[Table, ...]
@@ -175,12 +194,13 @@ class Stream:
     """One token history.
 
     `length` tokens are stored, in every residency; `released` left from the front; the next token's position is their
-    sum. `rows` are the open leases' claims on this stream, oldest first; `voided` those that will not count.
+    sum. `keys` are the content keys of the first pages, in every group. `rows` are the open leases' claims on this
+    stream, oldest first; `voided` those that will not count.
     """
 
     __slots__ = (
-        "epoch", "generation", "held", "label", "length", "opened", "pending_fork", "released", "request",
-        "residency", "retention", "rows", "used", "voided", "written",
+        "epoch", "generation", "held", "keys", "label", "length", "opened", "pending_fork", "released", "request",
+        "residency", "retention", "rows", "stale", "used", "voided", "written",
     )  # fmt: skip
 
     def __init__(self, request: Request, label: str, groups: int) -> None:
@@ -191,6 +211,9 @@ class Stream:
         self.released = 0
         self.generation = 0
         self.epoch = 0
+        # Content keys of the leading pages; none any more when some of the content is of older weights.
+        self.keys: list[Key] = []
+        self.stale = False
         self.written: Clock = NOTHING
         self.used: Clock = NOTHING
         self.rows: list[Row] = []
@@ -260,6 +283,7 @@ class WideRow(Row):
 
     `stop`, `step_tables` and `released_before` describe the step while it runs; `length`, `tables` and `released` what
     is assumed above it once everything was accepted. `entered` is what a step follows because of the pages it enters.
+    `prefix` are the keys of cached pages that the stream starts on.
     """
 
     __slots__ = (
@@ -267,6 +291,7 @@ class WideRow(Row):
         "forked",
         "opens",
         "policy",
+        "prefix",
         "released_before",
         "step_tables",
         "stop",
@@ -286,6 +311,7 @@ class WideRow(Row):
     forked: bool
     opens: bool
     policy: RetentionPolicy | None
+    prefix: tuple[Key, ...]
 
 
 @attrs.define(eq=False)
@@ -405,18 +431,23 @@ class ReloadClaim(_Copying):
 
     verb = "reload"
     residencies: tuple[OnHost, ...] = ()
+    # What reads of pages that the device had by their keys follow.
+    found: Clock = NOTHING
 
 
 @attrs.define(eq=False)
 class Fetch:
-    """Tokens ``start … stop`` of one stream, which a transport writes into `owned` pages until it ended."""
+    """Tokens ``start … stop`` of one stream, which a transport writes into `owned` pages until it ended.
+
+    ``owned[g][0]`` is page ``firsts[g]`` of the stream's table.
+    """
 
     serial: int
     stream: Stream
     record: Record
     start: int
     stop: int
-    tables: Tables
+    firsts: tuple[int, ...]
     owned: Pages
     opened_s: float
     op: FetchBegin | None = None
@@ -448,8 +479,8 @@ class State:
     """
 
     __slots__ = (
-        "address", "claims", "device", "geometry", "host", "incarnations", "leases", "next_op", "outbox", "page_size",
-        "rank", "requests", "serials", "topology", "world_size",
+        "address", "claims", "device", "geometry", "host", "incarnations", "key_epoch", "leases", "next_op", "outbox",
+        "page_size", "rank", "requests", "serials", "topology", "windows", "world_size",
     )  # fmt: skip
 
     def __init__(self, geometry: Geometry, address: str = "kv", rank: int = 0, world_size: int = 1) -> None:
@@ -460,9 +491,12 @@ class State:
         self.address = address
         self.rank = rank
         self.world_size = world_size
-        groups = len(geometry.groups)
-        self.device = Arena(Tier.DEVICE, [geometry.pages] * groups)
-        self.host = Arena(Tier.HOST, [geometry.host_pages] * groups)
+        self.device = Arena(Tier.DEVICE, geometry)
+        self.host = Arena(Tier.HOST, geometry)
+        # Groups that have a window.
+        self.windows = tuple(g for g, group in enumerate(geometry.groups) if group.window is not None)
+        # Counts changes of the weights: content keys are of one of them.
+        self.key_epoch = 0
         self.requests: dict[str, Request] = {}
         self.incarnations: dict[int, Request] = {}
         self.leases: dict[int, Lease] = {}
@@ -490,9 +524,17 @@ class State:
         self.next_op = number + 1
         return number
 
-    def room(self, stream: Stream, length: int, policy: RetentionPolicy | None) -> int:
-        """Return how far a stream of `length` tokens reaches before it asks for a page; 0 where retention must look."""
-        return 0 if policy is not None else -(-length // self.page_size) * self.page_size
+    def room(self, length: int, policy: RetentionPolicy | None) -> int:
+        """Return how far a stream of `length` tokens reaches before pages come or go; 0 where retention must look."""
+        if policy is not None:
+            return 0
+        room = -(-length // self.page_size) * self.page_size
+        for group in self.windows:
+            window = self.geometry.groups[group].window
+            assert window is not None
+            # The longest that needs no page less.
+            room = min(room, (self.geometry.skipped(group, length) + 1) * self.page_size + window - 2)
+        return room
 
     def no_pages(self) -> Pages:
         """Return an empty list per group."""

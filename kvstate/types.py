@@ -416,9 +416,10 @@ class Step:
 class Record:
     """What one rank publishes of one stream.
 
-    `pages` has one tuple per group and is empty while the bytes are on the host; the places of pages that a window group
-    does not hold name its sink. `address` is the transfer descriptor:
-    what a transport needs to reach the pages. A reader copies, then asks whether (`incarnation`, `epoch`) still holds.
+    `pages` has one tuple per group and is empty while the bytes are on the host; a page that a window group does not
+    hold is named as its sink. `address` is the transfer descriptor: what a transport needs to reach the pages. A reader
+    copies, then asks whether (`incarnation`, `epoch`) still holds.
+    `skipped` are the leading pages per group that are not held; none where it is empty.
     """
 
     length: int = attrs.field(validator=_not_negative)
@@ -429,6 +430,7 @@ class Record:
     address: str
     incarnation: int = attrs.field(validator=_not_negative)
     epoch: int = attrs.field(validator=_not_negative)
+    skipped: tuple[int, ...] = ()
 
     def newer(self, other: Record) -> bool:
         """Tell whether this record replaces `other`: a later content does, and a longer record of the same content."""

@@ -11,6 +11,7 @@ import hashlib
 import attrs
 
 from kvstate.arena import Arena
+from kvstate.ops import CopyIn
 from kvstate.ordering import Clock
 from kvstate.state import (
     Fetch,
@@ -34,17 +35,28 @@ PagesView = tuple[tuple[int, ...], ...]
 
 @attrs.frozen
 class PoolView:
-    """One group's pages in one tier; `owners`, `sealed` and `fences` are by page."""
+    """One group's pages in one tier; `owners`, `sealed` and `fences` are by page.
+
+    `free` are those of the sectors lent to the group, `cached` those that nobody owns and a key finds, the next one to
+    leave first. `keys` are (page, key in hexadecimal) of everything that is findable. The fence of a page whose sector
+    is not lent to the group is what it would begin with.
+    """
 
     free: tuple[int, ...]
     owners: tuple[int, ...]
     sealed: tuple[bool, ...]
     fences: tuple[Clock, ...]
+    cached: tuple[int, ...] = ()
+    keys: tuple[tuple[int, str], ...] = ()
 
 
 @attrs.frozen
 class StreamView:
-    """One stream. `rows` and `voided` are serials of open leases; `holder` the claim or fetch it waits for, else 0."""
+    """One stream. `rows` and `voided` are serials of open leases; `holder` the claim or fetch it waits for, else 0.
+
+    `device` and `host` are the pages it holds: behind the first `skipped` ones of a group, which a window has left.
+    `keyed` leading pages have content keys; a `stale` stream holds content of older weights.
+    """
 
     request: str
     label: str
@@ -65,11 +77,14 @@ class StreamView:
     fork_pending: bool
     written: Clock
     used: Clock
+    skipped: tuple[int, ...] = (0,)
+    keyed: int = 0
+    stale: bool = False
 
 
 @attrs.frozen
 class RowView:
-    """What one lease holds on one stream; `reads` are its tables while the step runs."""
+    """What one lease holds on one stream; `reads` are its tables while the step runs, behind `skipped` pages each."""
 
     request: str
     label: str
@@ -82,6 +97,7 @@ class RowView:
     reads: PagesView
     takes: PagesView
     temps: PagesView
+    skipped: tuple[int, ...] = (0,)
 
 
 @attrs.frozen
@@ -98,16 +114,17 @@ class LeaseView:
 
 @attrs.frozen
 class PartView:
-    """What an open claim owns of one stream."""
+    """What an open claim owns of one stream, behind `skipped` pages per group."""
 
     label: str
     device: PagesView
     host: PagesView
+    skipped: tuple[int, ...] = (0,)
 
 
 @attrs.frozen
 class ClaimView:
-    """One open claim or fetch. A page that two labels share is in both parts."""
+    """One open claim or fetch; `fills` are the device pages it writes. A page that two labels share is in both parts."""
 
     serial: int
     kind: str
@@ -115,6 +132,7 @@ class ClaimView:
     incarnation: int
     parts: tuple[PartView, ...]
     failure: str
+    fills: PagesView = ()
 
     def device(self, group: int) -> tuple[int, ...]:
         """Return the device pages it owns in `group`."""
@@ -127,7 +145,11 @@ class ClaimView:
 
 @attrs.frozen
 class StateView:
-    """All of a state. `streams` are those of live requests; `detached` are removed ones that leases still name."""
+    """All of a state. `streams` are those of live requests; `detached` are removed ones that leases still name.
+
+    `device_lent` and `host_lent` say of each sector which group has it, None of an empty one; of one group they are
+    empty. A sector of group g has ``pages_per_sector[g]`` pages.
+    """
 
     page_size: int
     device: tuple[PoolView, ...]
@@ -137,6 +159,11 @@ class StateView:
     detached: tuple[StreamView, ...]
     leases: tuple[LeaseView, ...]
     claims: tuple[ClaimView, ...]
+    device_lent: tuple[int | None, ...] = ()
+    host_lent: tuple[int | None, ...] = ()
+    pages_per_sector: tuple[int, ...] = (1,)
+    windows: tuple[int | None, ...] = (None,)
+    key_epoch: int = 0
 
     def unordered(self) -> StateView:
         """Return the view with the order of free pages forgotten."""
@@ -153,9 +180,20 @@ class StateView:
 
 def _arena(arena: Arena) -> tuple[PoolView, ...]:
     return tuple(
-        PoolView(tuple(pool.free), tuple(pool.owners), tuple(map(bool, pool.sealed)), tuple(pool.fences))
-        for pool in arena.pools
+        PoolView(
+            pool.free_pages(),
+            tuple(pool.owners),
+            tuple(map(bool, pool.sealed)),
+            arena.fences(group),
+            tuple(pool.cached),
+            tuple((page, pool.keys[page].hex()) for page in sorted(pool.keys)),
+        )
+        for group, pool in enumerate(arena.pools)
     )
+
+
+def _lent(arena: Arena) -> tuple[int | None, ...]:
+    return tuple(arena.lent) if len(arena.pools) > 1 else ()
 
 
 def _tables(tables: Tables) -> PagesView:
@@ -171,10 +209,12 @@ def _stream(stream: Stream) -> StreamView:
     device: Tables = residency.tables
     host: Tables = ()
     holder, error = 0, ""
+    places: Tables = ()
     if isinstance(residency, OnHost):
         host = residency.host
     elif isinstance(residency, (Offloading, Reloading)):
         holder = residency.claim.serial
+        places = next(part.device for part in residency.claim.parts if part.stream is stream)
     elif isinstance(residency, Fetching):
         device, holder = residency.device, residency.fetch.serial
     elif isinstance(residency, FetchFailed):
@@ -199,6 +239,9 @@ def _stream(stream: Stream) -> StreamView:
         fork_pending=stream.pending_fork is not None,
         written=stream.written,
         used=stream.used,
+        skipped=tuple(table.skip for table in places or host or device),
+        keyed=len(stream.keys),
+        stale=stream.stale,
     )
 
 
@@ -214,6 +257,7 @@ def _row(row: Row, groups: int) -> RowView:
         released=row.released,
         void=row.void,
         reads=_tables(row.step_tables),
+        skipped=tuple(table.skip for table in row.step_tables),
         takes=_pages(row.takes) if isinstance(row, WideRow) else nothing,
         temps=_pages(row.temps, row.tails) if isinstance(row, WideRow) else nothing,
     )
@@ -243,18 +287,29 @@ def view(state: State) -> StateView:
     claims = []
     for claim in state.claims.values():
         parts: tuple[PartView, ...]
+        fills: PagesView
         if isinstance(claim, Fetch):
             stream = claim.stream
-            fetched = PartView(stream.label, _pages(claim.owned), ((),) * groups)
-            request, parts, failure = stream.request, (fetched,), ""
+            fetched = PartView(stream.label, _pages(claim.owned), ((),) * groups, claim.firsts)
+            request, parts, failure, fills = stream.request, (fetched,), "", fetched.device
         else:
-            request, failure = claim.request, claim.failure or ""
-            parts = tuple(PartView(p.stream.label, _tables(p.device), _tables(p.host)) for p in claim.parts)
-        claims.append(ClaimView(claim.serial, claim.verb, request.id, request.incarnation, parts, failure))
+            request, failure, fills = claim.request, claim.failure or "", ()
+            if isinstance(claim.op, CopyIn):
+                fills = tuple(tuple(target for _, target, _ in copies) for copies in claim.op.copies)
+            parts = tuple(
+                PartView(p.stream.label, _tables(p.device), _tables(p.host), tuple(table.skip for table in p.device))
+                for p in claim.parts
+            )
+        claims.append(ClaimView(claim.serial, claim.verb, request.id, request.incarnation, parts, failure, fills))
     return StateView(
         page_size=state.page_size,
+        pages_per_sector=state.geometry.pages_per_sector,
+        windows=tuple(group.window for group in state.geometry.groups),
+        key_epoch=state.key_epoch,
         device=_arena(state.device),
         host=_arena(state.host),
+        device_lent=_lent(state.device),
+        host_lent=_lent(state.host),
         requests=tuple((request.id, request.incarnation) for request in state.requests.values()),
         streams=tuple(_stream(stream) for stream in attached),
         detached=tuple(_stream(stream) for stream in detached.values()),

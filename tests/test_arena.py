@@ -10,6 +10,7 @@ from kvstate.arena import Arena, Pool
 from kvstate.errors import DoubleFree
 from kvstate.ops import Tier
 from kvstate.ordering import NOTHING, Clock, covers, merge
+from kvstate.types import Geometry, Group
 
 
 @pytest.fixture
@@ -123,25 +124,79 @@ def test_a_tier_without_pages_has_a_sink_all_the_same() -> None:
 
 
 def test_short_counts_missing_pages_per_group_and_only_those_that_are_missing() -> None:
-    arena = Arena(Tier.DEVICE, [4, 2])
-    assert arena.short([4, 2]) is None
-    assert arena.short([5, 2]) == (1, 0)
-    assert arena.short([1, 5]) == (0, 3)
-    assert arena.short([6, 3]) == (2, 1)
-    arena.pools[0].grant(3)
-    assert arena.short([2, 2]) == (1, 0)
-    assert arena.short([1, 0]) is None
+    # Four sectors of 256 bytes, each with one page of the first group or two of the second.
+    arena = Arena(Tier.DEVICE, Geometry(pages=4, groups=(Group("full", 256), Group("window", 128))))
+    assert arena.short([2, 4]) is None
+    assert arena.short([5, 0]) == (1, 0)
+    assert arena.short([1, 7]) == (0, 1)
+    assert arena.short([6, 3]) == (2, 3)
+    arena.pools[1].grant(3)
+    assert arena.short([2, 1]) is None
+    assert arena.short([3, 0]) == (1, 0)
+    assert arena.short([2, 2]) == (0, 1)
 
 
 def test_an_arena_drops_per_group() -> None:
-    arena = Arena(Tier.HOST, [2, 2])
+    arena = Arena(Tier.HOST, Geometry(pages=1, host_pages=3, groups=(Group("full", 128), Group("window", 64))))
     for pool in arena.pools:
         pool.grant(2)
-    assert arena.drop([[0], [0, 1]], (0, 3, 0)) == 3
-    assert [list(pool.free) for pool in arena.pools] == [[0], [0, 1]]
-    assert arena.pools[0].fences == [(0, 3, 0), NOTHING]
+    assert arena.lent == [0, 0, 1] and arena.empty == []
+    assert arena.drop([[0], [4]], (0, 3, 0)) == 2
+    assert arena.lent == [None, 0, 1] and [pool.free_pages() for pool in arena.pools] == [(), (4,)]
+    assert arena.fences(0)[:2] == ((0, 3, 0), NOTHING) and arena.fences(1)[4:] == ((0, 3, 0), NOTHING)
     with pytest.raises(DoubleFree, match="host page 0"):
         arena.drop([[0], []], NOTHING)
+
+
+def test_a_sector_returns_when_its_last_page_is_free_and_carries_the_fences_of_all_its_pages() -> None:
+    arena = Arena(Tier.DEVICE, Geometry(pages=1, groups=(Group("full", 128), Group("window", 64))))
+    full, window = arena.pools
+    assert window.grant(2) == [0, 1]
+    assert arena.short([1, 0]) == (1, 0)
+    window.drop([0], (5, 0, 0))
+    assert arena.short([1, 0]) == (1, 0) and arena.lent == [1]
+    window.drop([1], (0, 0, 7))
+    assert arena.short([1, 0]) is None and arena.lent == [None]
+    [page] = full.grant(1)
+    assert full.fence_of([page]) == (5, 0, 7)
+
+
+def test_grants_fill_the_sectors_that_are_nearly_full_and_leave_the_others_to_empty_out() -> None:
+    arena = Arena(Tier.DEVICE, Geometry(pages=4, groups=(Group("full", 512), Group("window", 128))))
+    window = arena.pools[1]
+    assert window.grant(8) == list(range(8))
+    window.drop([0, 1, 2, 5], NOTHING)
+    assert window.grant(1) == [5]
+    assert window.grant(4) == [0, 1, 2, 8]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9), st.booleans()), max_size=40))
+def test_sectors_conserve_and_the_capacity_test_is_exact(program: list[tuple[int, int, bool]]) -> None:
+    geometry = Geometry(pages=5, groups=(Group("full", 384), Group("window", 128)))
+    arena = Arena(Tier.DEVICE, geometry)
+    owned: list[list[int]] = [[], []]
+    for group, number, give in program:
+        pool = arena.pools[group]
+        if give and owned[group]:
+            page = owned[group].pop(number % len(owned[group]))
+            pool.drop([page], NOTHING)
+        elif not give:
+            wanted = [0, 0]
+            wanted[group] = number
+            held = [{page // per for page in own} for own, per in zip(owned, (1, 3), strict=True)]
+            left = geometry.pages - len(held[0]) - len(held[1])
+            room = (left + len(held[group])) * (1, 3)[group] - len(owned[group])
+            assert arena.available()[group] == room
+            short = arena.short(wanted)
+            assert (short is None) == (number <= room)
+            if short is None:
+                granted = pool.grant(number)
+                assert granted == sorted(granted) and not set(granted) & set(owned[group])
+                owned[group] += granted
+            else:
+                assert short[group] == number - room
+        for own, per, which in zip(owned, (1, 3), (0, 1), strict=True):
+            assert {sector for sector, lent in enumerate(arena.lent) if lent == which} == {page // per for page in own}
 
 
 clocks = st.tuples(*[st.integers(0, 9)] * 3)

@@ -18,6 +18,7 @@ import pytest
 from kvstate.backend import Failed, Landed
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, CopyOut, ForkCopy
+from kvstate.prefix import page_keys
 from kvstate.refusals import Refusal
 from kvstate.testing import walk, world
 from kvstate.testing.subject import MachineSubject
@@ -134,7 +135,7 @@ class Reachable:
 
 
 # A reload simulates its next step as if the request were back, so the checks of where its streams are do not run.
-NOT_UNDER_A_RELOAD = {"FetchPending", "FetchFailed", "StreamNotOnDevice", "ForkPending"}
+NOT_UNDER_A_RELOAD = {"FetchPending", "FetchFailed", "StreamNotOnDevice", "ForkPending", "NotEmpty", "PrefixLost"}
 
 
 def test_no_verb_declares_a_refusal_that_its_code_cannot_make_and_none_is_left_out(generate: ModuleType) -> None:
@@ -294,9 +295,23 @@ def fetches(seen: Seen) -> None:
             m.admit(outcome.__name__)
             m.do("claim_offload", outcome.__name__)
             m.fetch(outcome.__name__)
+            m.do("key", outcome.__name__, (1, 2))
             m.do(*(("landed", fetch) if outcome is Landed else ("failed", fetch, "lost")))
         m.do("cancelled", fetch)
         m.do("abandon_fetch", fetch)
+
+
+def prefixes(seen: Seen) -> None:
+    m = Machine(seen)
+    m.do("key", "r", (1, 2))
+    m.run("r", 2)
+    m.do("key", "r", (1, 2, 3))
+    m.do("ingest", "s")
+    keys = page_keys((1, 2), 2)
+    for request in ("r", "s"):
+        m.do("admit", Step([Segment(request, prefix=keys)]))
+    m.do("claim_offload", "r")
+    m.do("key", "r", (1, 2))
 
 
 PROGRAMS = (
@@ -306,6 +321,7 @@ PROGRAMS = (
     requests_that_are_elsewhere,
     copies_that_fail,
     fetches,
+    prefixes,
 )
 
 

@@ -251,7 +251,7 @@ def two_reloads_fill_one_page() -> StateView:
     now = machine.view()
     one, two = claim_of(now, "reload", "r"), claim_of(now, "reload", "s")
     [part] = two.parts
-    same = attrs.evolve(two, parts=(attrs.evolve(part, device=one.parts[0].device),))
+    same = attrs.evolve(two, parts=(attrs.evolve(part, device=one.parts[0].device),), fills=one.fills)
     return recounted(attrs.evolve(now, claims=(one, same)))
 
 

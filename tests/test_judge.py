@@ -51,7 +51,7 @@ def fork(number: int, *copies: tuple[int, int, int], after: Clock = NOTHING) -> 
 
 
 def fetch(number: int, pages: list[int], start: int, stop: int, after: Clock = NOTHING) -> FetchBegin:
-    return FetchBegin(number, after, "fetch", object(), RECORD, (tuple(pages),), start, stop, SIZE)
+    return FetchBegin(number, after, "fetch", object(), RECORD, (tuple(pages),), (start // SIZE,), start, stop, SIZE)
 
 
 def fetch_end(number: int, begun: int) -> FetchEnd:

@@ -15,6 +15,7 @@ from kvstate.errors import LockHeld, Poisoned, PromiseBroken, Refused, SubmitErr
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, CopyOut, FetchBegin, FetchEnd, ForkCopy, Op, Plan, StepBegin, StepEnd
 from kvstate.ordering import Clock
+from kvstate.prefix import page_keys
 from kvstate.refusals import (
     ClaimEnded,
     CopyFailed,
@@ -229,6 +230,28 @@ def _stream_busy() -> Prepared:
     rig = Rig()
     rig.staged(Segment("r"))
     return rig, lambda: rig.manager.offload("r")
+
+
+@refused(refusals.NotStored, "r/main")
+def _not_stored() -> Prepared:
+    rig = Rig()
+    rig.run(Segment("r", span=3))
+    return rig, lambda: rig.manager.key("r", range(4))
+
+
+@refused(refusals.NotEmpty, "r/main")
+def _not_empty() -> Prepared:
+    rig = Rig()
+    rig.run(Segment("r"))
+    return rig, lambda: rig.manager.admit(Step([Segment("s"), Segment("r", prefix=page_keys(range(2), 2))]))
+
+
+@refused(refusals.PrefixLost, "s/main")
+def _prefix_lost() -> Prepared:
+    rig = Rig()
+    rig.run(Segment("r", span=2))
+    rig.manager.key("r", range(2))
+    return rig, lambda: rig.manager.admit(Step([Segment("r"), Segment("s", prefix=page_keys(range(4), 2))]))
 
 
 @refused(refusals.ForkPending, "r/cfg")

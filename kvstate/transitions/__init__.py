@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvstate.transitions import lifecycle, offload, reload, retrieve, step
+from kvstate.transitions import lifecycle, offload, prefix, reload, retrieve, step
 
 VERBS: dict[str, Callable[..., Any]] = {
     "ingest": lifecycle.ingest,
@@ -33,6 +33,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "abandon_fetch": retrieve.abandon_fetch,
     "cancel_retrieve": retrieve.cancel_retrieve,
     "cancelled": retrieve.cancelled,
+    "key": prefix.key,
+    "reset_prefix_cache": prefix.reset_prefix_cache,
     "reset": lifecycle.reset,
     "remove": lifecycle.remove,
     "clear": lifecycle.clear,

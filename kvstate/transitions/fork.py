@@ -18,33 +18,32 @@ def apply_post_forks(state: State, lease: Lease, forks: list[Fork]) -> None:
     copied: list[tuple[Stream, int]] = []
     for fork in forks:
         source, target = fork.source.stream, fork.target.stream
-        tail = source.length % size
+        full, tail = divmod(source.length, size)
         tables: list[Table] = []
         old_pages: list[list[int]] = []
         for group, pool in enumerate(state.device.pools):
             source_table, table = source.residency.tables[group], target.residency.tables[group]
-            shared = source_table.part(0, source.length // size)
+            shared = source_table.part(0, full)
             pool.share(shared)
-            old, surplus = (
-                table.part(0, content_pages(state, target)),
-                table.part(content_pages(state, target), table.count),
-            )
+            content = content_pages(state, target)
+            old, surplus = table.part(0, content), table.part(content, table.count)
             granted = fork.target.tails[group]
             pages = list(shared)
             if tail:
                 page = granted.pop() if granted else surplus.pop(0)
                 after = merge(after, pool.fences[page])
-                source_page = roots[group].get(source_table[source.length // size], source_table[source.length // size])
+                source_page = roots[group].get(source_table[full], source_table[full])
                 roots[group][page] = source_page
                 copies[group].append((source_page, page, tail))
                 pages.append(page)
             pages.extend(surplus)
-            tables.append(Table(pages, len(pages)))
+            tables.append(Table.of(pages, source_table.skip, pool.sink))
             old_pages.append(old)
         after = merge(after, source.written)
         leaving.append((fork, tuple(old_pages)))
-        target.residency = OnDevice(tuple(tables), state.room(target, source.length, target.retention))
+        target.residency = OnDevice(tuple(tables), state.room(source.length, target.retention))
         target.length, target.released = source.length, source.released
+        target.keys, target.stale = source.keys[:full], source.stale
         target.written = merge(target.written, source.written)
         target.generation += 1
         target.epoch += 1

@@ -7,6 +7,7 @@ never saw them and holds nothing up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvstate.ordering import NOTHING, Clock, Queue, at, merge
@@ -15,6 +16,7 @@ from kvstate.state import (
     Fetching,
     Held,
     Lease,
+    OffloadClaim,
     OnDevice,
     OnHost,
     Row,
@@ -151,12 +153,68 @@ def end_without_effect(state: State, row: Row) -> None:
     give_back(state, row)
 
 
+def pages_leaving(state: State) -> list[list[int]]:
+    """Return the device pages per group that nobody will own once open offload claims and void leases have ended."""
+    mine: list[Counter[int]] = [Counter() for _ in state.device.pools]
+    for claim in state.claims.values():
+        if isinstance(claim, OffloadClaim):
+            for part in claim.parts:
+                for count, table in zip(mine, part.device, strict=True):
+                    count.update(table)
+    ending = {lease.serial for lease in state.leases.values() if lease.void}
+    seen: dict[int, Stream] = {}
+    for serial in ending:
+        for row in state.leases[serial].rows:
+            seen[id(row.stream)] = row.stream
+            if row.void and isinstance(row, WideRow):
+                for pages in (row.takes, row.temps, row.tails):
+                    for count, own in zip(mine, pages, strict=True):
+                        count.update(own)
+    for stream in seen.values():
+        for held in stream.held:
+            if held.behind <= ending:
+                for count, own in zip(mine, held.pages, strict=True):
+                    count.update(own)
+    return _owned_only_by(state, mine)
+
+
+def _owned_only_by(state: State, mine: Sequence[Counter[int]]) -> list[list[int]]:
+    """Return the pages per group that have no owners but those counted."""
+    return [
+        [page for page, count in own.items() if pool.owners[page] == count]
+        for own, pool in zip(mine, state.device.pools, strict=True)
+    ]
+
+
+def gain(state: State, request: str) -> int:
+    """Return the device pages that nobody would own if `request` were reset now and its steps in flight had ended.
+
+    An offload with `discard_in_flight` gives up the same. 0 for a request that is unknown, or off the device.
+    """
+    found = state.requests.get(request)
+    if found is None:
+        return 0
+    mine: list[Counter[int]] = [Counter() for _ in state.device.pools]
+    for stream in found.streams.values():
+        for count, table in zip(mine, device_tables(stream), strict=False):
+            count.update(table)
+        for row in (*stream.rows, *stream.voided):
+            if isinstance(row, WideRow):
+                for pages in (row.takes, row.temps, row.tails):
+                    for count, own in zip(mine, pages, strict=True):
+                        count.update(own)
+        for held in stream.held:
+            for count, own in zip(mine, held.pages, strict=True):
+                count.update(own)
+    return sum(map(len, _owned_only_by(state, mine)))
+
+
 def empty(state: State, stream: Stream, keep: Sequence[set[int]]) -> tuple[int, int]:
     """Take everything away from a stream but the pages in `keep` (per group), which become surplus.
 
     Returns
     -------
-    Device pages that became free, and pages kept.
+    Device pages that nobody owns now, and pages kept.
     """
     residency = stream.residency
     if stream.rows:
@@ -174,7 +232,7 @@ def empty(state: State, stream: Stream, keep: Sequence[set[int]]) -> tuple[int, 
     kept: list[list[int]] = [[] for _ in state.device.pools]
     gone: list[list[int]] = [[] for _ in state.device.pools]
     for group, (pool, table) in enumerate(zip(state.device.pools, device, strict=False)):
-        for place, page in enumerate(table):
+        for place, page in enumerate(table, start=table.skip):
             if not keep or page not in keep[group]:
                 gone[group].append(page)
                 continue
@@ -184,5 +242,7 @@ def empty(state: State, stream: Stream, keep: Sequence[set[int]]) -> tuple[int, 
             pool.sealed[page] = 0
             kept[group].append(page)
     stream.length = stream.released = 0
-    stream.residency = OnDevice(tuple(Table(pages, len(pages)) for pages in kept), 0)
-    return leave(state, stream, gone), len(kept[0])
+    stream.keys = []
+    stream.stale = False
+    stream.residency = OnDevice(tuple(Table.of(pages) for pages in kept), 0)
+    return leave(state, stream, gone), sum(map(len, kept))

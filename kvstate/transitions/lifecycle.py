@@ -19,6 +19,7 @@ from kvstate.state import (
 from kvstate.transitions.claim import known
 from kvstate.transitions.leaving import device_tables, empty, forget
 from kvstate.transitions.offload import abandon_offload
+from kvstate.transitions.prefix import reset_prefix_cache
 from kvstate.transitions.reload import abandon_reload
 from kvstate.transitions.retrieve import failed
 from kvstate.transitions.step import abort
@@ -36,7 +37,7 @@ class Ingested:
 
 @attrs.frozen
 class Emptied:
-    """A request that was reset or removed: device pages that became free now, and those it kept."""
+    """A request that was reset or removed: device pages that nobody owns now, and those it kept."""
 
     request: str
     pages_released: int
@@ -68,16 +69,16 @@ def ingest(state: State, request: str, config: RequestConfig | None = None) -> I
 
 
 def _owned_alone(state: State, request: Request) -> list[set[int]]:
-    """Return the pages per group that exactly one stream of `request` and nobody else owns."""
+    """Return the pages per group that exactly one stream of `request` and nobody else owns, and that no key finds."""
     alone: list[set[int]] = [set() for _ in state.device.pools]
     for stream in request.streams.values():
         for own, pool, table in zip(alone, state.device.pools, device_tables(stream), strict=False):
-            own.update(page for page in table if pool.owners[page] == 1)
+            own.update(page for page in table if pool.owners[page] == 1 and page not in pool.keys)
     return alone
 
 
 def reset(state: State, request: str, free: bool = True) -> Emptied | Refusal:
-    """Reset a request: its content is gone, legal in every state. `free=False` keeps pages that nobody else owns.
+    """Reset a request: its content is gone, legal in every state. `free=False` keeps pages that nobody else has.
 
     any → OnDevice
     """
@@ -139,6 +140,7 @@ def clear(state: State) -> tuple[Fetch, ...]:
             abandon_offload(state, claim)
         else:
             abandon_reload(state, claim)
+    reset_prefix_cache(state)
     return tuple(fetches)
 
 

@@ -14,7 +14,7 @@ from kvstate.transitions.leaving import content_pages, empty, forget, leave_clai
 
 @attrs.frozen
 class Offloaded:
-    """An offload that is done: `pages_released` device pages became free now."""
+    """An offload that is done: nobody owns `pages_released` device pages any more."""
 
     request: str
     pages_released: int
@@ -66,9 +66,10 @@ def claim_offload(
             pages.update(dict.fromkeys(table.part(0, full), size))
             if rest:
                 pages[table[full]] = rest
-    short = state.host.short([len(pages) for pages in distinct])
+    wanted = [len(pages) for pages in distinct]
+    short = state.host.short(wanted)
     if short is not None:
-        return HostExhausted(request=request, short=short)
+        return HostExhausted(request=request, short=short, fragmented=state.host.fragmented(wanted))
     # Effect.
     for stream in streams:
         if stream.rows:
@@ -87,10 +88,9 @@ def claim_offload(
         after = merge(after, stream.written)
         host = []
         for group in groups:
-            target = moved[group]
-            content = stream.residency.tables[group].part(0, content_pages(state, stream))
-            host_pages = [target[page] for page in content]
-            host.append(Table(host_pages, len(host_pages)))
+            target, table = moved[group], stream.residency.tables[group]
+            content = table.part(0, content_pages(state, stream))
+            host.append(Table.of([target[page] for page in content], table.skip))
         parts.append(Part(stream, stream.residency.tables, tuple(host)))
         stream.residency = Offloading(claim)
     claim.parts = tuple(parts)
@@ -166,7 +166,7 @@ def abandon_offload(state: State, claim: OffloadClaim) -> Abandoned | Refusal:
         stream.used = merge(stream.used, copy)
         state.host.drop(part.host, copy)
         if isinstance(stream.residency, Offloading) and stream.residency.claim is claim:
-            stream.residency = OnDevice(part.device, state.room(stream, stream.length, stream.retention))
+            stream.residency = OnDevice(part.device, state.room(stream.length, stream.retention))
             if stream in claim.spoiled:
                 empty(state, stream, ())
             forget(state, stream)

@@ -9,7 +9,7 @@ import attrs
 from kvstate.ops import CopyIn, PageCopies
 from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
 from kvstate.refusals import NotOnHost, PagesExhausted, Refusal, TooLarge
-from kvstate.state import OnDevice, OnHost, Part, ReloadClaim, Reloading, State, Stream, Table
+from kvstate.state import OnDevice, OnHost, Part, ReloadClaim, Reloading, Request, State, Stream, Table, Tables
 from kvstate.transitions.claim import end_claim, ended, known, not_committable
 from kvstate.transitions.leaving import forget
 from kvstate.transitions.offload import Abandoned
@@ -38,38 +38,51 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
         if not isinstance(stream.residency, OnHost):
             return NotOnHost(request=request, label=stream.label, residency=stream.residency.name)
     groups = range(len(state.device.pools))
-    wants: dict[str, int] = {}
+    wants: dict[str, list[int]] = {}
     if extra is not None:
-        ahead = Reservation(state, extra, returning=found)
-        refusal = ahead.simulate()
+        coming = Reservation(state, extra, returning=found)
+        refusal = coming.simulate()
         if refusal is not None:
             return refusal
-        wants = ahead.wants_per_label()
+        wants = coming.wants_per_label()
     distinct = [
         dict.fromkeys(chain.from_iterable(stream.residency.host[group] for stream in found.streams.values()))  # type: ignore[union-attr]
         for group in groups
     ]
-    wanted = [len(pages) + sum(wants.values()) for pages in distinct]
-    short = state.device.short(wanted)
+    there = _found(state, found)
+    more = [sum(own[group] for own in wants.values()) for group in groups]
+    wanted = [len(pages) - len(own) + ahead for pages, own, ahead in zip(distinct, there, more, strict=True)]
+    owning = [
+        [page for page in dict.fromkeys(own.values()) if not pool.owners[page]]
+        for own, pool in zip(there, state.device.pools, strict=True)
+    ]
+    short = state.device.short(wanted, owning)
     if short is not None:
-        if max(wanted) > state.geometry.pages:
-            return TooLarge(request=request, wanted=max(wanted), capacity=state.geometry.pages)
-        return PagesExhausted(request=request, short=short)
+        whole = state.device.sectors_for([len(pages) + ahead for pages, ahead in zip(distinct, more, strict=True)])
+        if whole > state.geometry.pages:
+            return TooLarge(request=request, wanted=whole, capacity=state.geometry.pages)
+        return PagesExhausted(request=request, short=short, fragmented=state.device.fragmented(wanted))
     # Effect.
     for label in wants:
         if label not in found.streams:
             stream = Stream(found, label, len(state.device.pools))
-            stream.residency = OnHost(tuple(Table([], 0) for _ in groups), NOTHING, NOTHING)
+            stream.residency = OnHost(tuple(Table.of([]) for _ in groups), NOTHING, NOTHING)
             found.streams[label] = stream
             state.topology += 1
     streams = list(found.streams.values())
     claim = ReloadClaim(state.serial(), found, (), now_s)
+    # What the device has is owned before anything is evicted to make room for the rest.
+    for own, pool in zip(there, state.device.pools, strict=True):
+        pool.own(dict.fromkeys(own.values()))
+        claim.found = merge(claim.found, pool.ready_of(own.values()))
+    state.device.make_room(wanted)
     after: Clock = NOTHING
     moved: list[dict[int, int]] = []
-    for pages, pool in zip(distinct, state.device.pools, strict=True):
-        granted = pool.grant(len(pages))
+    for pages, own, pool in zip(distinct, there, state.device.pools, strict=True):
+        copied = [page for page in pages if page not in own]
+        granted = pool.grant(len(copied))
         after = merge(after, pool.fence_of(granted))
-        moved.append(dict(zip(pages, granted, strict=True)))
+        moved.append(dict(zip(copied, granted, strict=True)))
     parts = []
     residencies = []
     tokens: list[dict[int, int]] = [{} for _ in groups]
@@ -81,16 +94,17 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
         full, rest = divmod(stream.length, state.page_size)
         device = []
         for group, pool in enumerate(state.device.pools):
-            host = residency.host[group]
-            back = [moved[group][page] for page in host]
+            host, own, fresh = residency.host[group], there[group], moved[group]
+            back = [own[page] if page in own else fresh[page] for page in host]
             if len(streams) > 1:
                 pool.share([page for page in back if page in seen[group]])
                 seen[group].update(back)
             tokens[group].update(dict.fromkeys(host.part(0, full), state.page_size))
             if rest:
                 tokens[group][host[full]] = rest
-            back.extend(pool.grant(wants.get(stream.label, 0)))
-            device.append(Table(back, len(back)))
+            if stream.label in wants:
+                back.extend(pool.grant(wants[stream.label][group]))
+            device.append(Table.of(back, host.skip, pool.sink))
         parts.append(Part(stream, tuple(device), residency.host))
         residencies.append(residency)
         stream.residency = Reloading(claim)
@@ -105,6 +119,31 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
     claim.op = CopyIn(state.number(), elsewhere(after, Queue.COPY_IN), claim, copies)
     state.outbox.append(claim.op)
     return claim
+
+
+def _found(state: State, request: Request) -> list[dict[int, int]]:
+    """Return, per group, the host pages whose content the device has by its key, each with that device page."""
+    there: list[dict[int, int]] = [{} for _ in state.device.pools]
+    for stream in request.streams.values():
+        assert isinstance(stream.residency, OnHost)
+        if not stream.stale:
+            for own, pool, table in zip(there, state.device.pools, stream.residency.host, strict=True):
+                for place in range(table.skip, min(len(stream.keys), table.count)):
+                    page = pool.places.get(stream.keys[place])
+                    if page is not None:
+                        own.setdefault(table[place], page)
+    return there
+
+
+def _rekey(state: State, stream: Stream, tables: Tables, copy: Clock) -> None:
+    """Make the pages that came back findable again, where the device has nothing of their keys."""
+    if stream.stale:
+        return
+    for pool, table in zip(state.device.pools, tables, strict=True):
+        for place in range(table.skip, len(stream.keys)):
+            key = stream.keys[place]
+            if key not in pool.places:
+                pool.key(table[place], key, copy, stream.keys[place - 1] if place else None, ())
 
 
 def commit_reload(state: State, claim: ReloadClaim) -> Reloaded | Abandoned | Refusal:
@@ -127,13 +166,14 @@ def commit_reload(state: State, claim: ReloadClaim) -> Reloaded | Abandoned | Re
         state.host.drop(part.host, merge(merge(before.written, before.used), copy))
         stream.used = merge(stream.used, stream.written)
         if isinstance(stream.residency, Reloading) and stream.residency.claim is claim:
-            stream.residency = OnDevice(part.device, state.room(stream, stream.length, stream.retention))
-            stream.written = copy
+            stream.residency = OnDevice(part.device, state.room(stream.length, stream.retention))
+            stream.written = merge(copy, claim.found)
             stream.generation += 1
             full = stream.length // state.page_size
             for pool, table in zip(state.device.pools, part.device, strict=True):
                 pool.seal(table.part(0, full))
-            pages += sum(table.count for table in part.device)
+            _rekey(state, stream, part.device, copy)
+            pages += sum(table.count - table.skip for table in part.device)
             forget(state, stream)
         else:
             orphaned = True

@@ -3,17 +3,19 @@
 The simulation decides on lengths and page counts alone and keeps a short list of what to build; nothing of the state
 changes until every guard has passed. Then `build` carries the list out with granted pages, and nothing can fail.
 
-Of each stream's table::
+Of each stream's table, in each group::
 
-    | content: ceil(length / page_size) pages | surplus: used before anything is granted |
+    | left: a window's | content: up to page ceil(length / page_size) | surplus: used before anything is granted |
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstate.arena import Changes
 from kvstate.ordering import NOTHING, merge
-from kvstate.refusals import ForkPending, Refusal, StreamNotOnDevice, UnknownRequest
+from kvstate.prefix import Key as ContentKey
+from kvstate.refusals import ForkPending, NotEmpty, PrefixLost, Refusal, StreamNotOnDevice, UnknownRequest
 from kvstate.state import Fork, Lease, Request, Row, State, Stream, Table, WideRow
 from kvstate.transitions.claim import away, off_device
 from kvstate.transitions.retention import retain
@@ -27,45 +29,61 @@ class Draft:
     """One stream while a step is simulated.
 
     `length` runs through the step, from `start` on; `kept` is what lasts when nothing, and `most` when everything, is
-    accepted. `content` and `surplus` are pages; `fork_granted` and `span_granted` those that must be granted.
+    accepted. `content` are the pages that `length` reaches, the same in every group; `surplus`, `fork_granted` and
+    `span_granted` are pages per group, the latter those that must be granted.
     """
 
     __slots__ = (
-        "base", "content", "exists", "fork_granted", "kept", "length", "most", "named", "opens", "shared",
-        "span_granted", "start", "stream", "surplus",
+        "base", "content", "exists", "fork_granted", "kept", "length", "most", "named", "opens", "prefix", "shared",
+        "skips", "span_granted", "start", "stream", "surplus",
     )  # fmt: skip
 
-    def __init__(self, stream: Stream, page_size: int) -> None:
+    def __init__(self, state: State, stream: Stream) -> None:
         self.stream = stream
         base = stream.rows[-1] if stream.rows else None
         self.base = base
         self.length = base.length if base is not None else stream.length
-        self.content = -(-self.length // page_size)
+        self.content = -(-self.length // state.page_size)
         tables = base.tables if base is not None else stream.residency.tables
-        self.surplus = tables[0].count - self.content if tables else 0
+        groups = range(len(state.device.pools))
+        self.surplus = [tables[group].count - self.content if tables else 0 for group in groups]
+        self.skips = [tables[group].skip if tables else 0 for group in groups]
         self.start = self.kept = self.most = self.length
-        self.fork_granted = 0
-        self.span_granted = 0
-        # The full pages that a pre-fork shares, when this is its target.
-        self.shared: list[int] | None = None
+        self.fork_granted = [0 for _ in groups]
+        self.span_granted = [0 for _ in groups]
+        # The full pages per group that a pre-fork or a prefix shares, when this is its target; and that prefix.
+        self.shared: list[list[int]] | None = None
+        self.prefix: tuple[ContentKey, ...] = ()
         # `opens`: by a span or a pre-fork of this step; `exists` also by one of its post-forks.
         self.opens = False
         self.exists = False
         self.named = False
 
-    def base_pages(self, page_size: int) -> list[int]:
-        """Return the pages that the step starts from on this stream: its own, or those a pre-fork shares."""
+    def base_pages(self, page_size: int) -> list[list[int]]:
+        """Return the pages per group that the step starts from: the stream's own, or those that are shared with it."""
         if self.shared is not None:
             return self.shared
         tables = self.base.tables if self.base is not None else self.stream.residency.tables
-        return tables[0].part(0, -(-self.start // page_size)) if tables else []
+        count = -(-self.start // page_size)
+        return [table.part(0, count) for table in tables] if tables else [[] for _ in self.surplus]
 
-    def want(self, pages: int) -> int:
-        """Take `pages` from the surplus first; return how many must be granted."""
-        mine = min(pages, self.surplus)
-        self.surplus -= mine
+    def starts_on(self, shared: list[list[int]], skips: list[int], length: int, page_size: int) -> None:
+        """Start on full pages that others have too."""
+        self.opens = True
+        self.shared = shared
+        self.skips = skips
+        self.length = self.start = self.kept = self.most = length
+        self.content = length // page_size
+
+    def want(self, pages: int) -> list[int]:
+        """Take `pages` from the surplus first; return how many must be granted, per group."""
+        granted = []
+        for group, surplus in enumerate(self.surplus):
+            mine = min(pages, surplus)
+            self.surplus[group] = surplus - mine
+            granted.append(pages - mine)
         self.content += pages
-        return pages - mine
+        return granted
 
 
 class Reservation:
@@ -73,6 +91,11 @@ class Reservation:
 
     With `returning`, only this request's part of the step is simulated, as if it were back on the device without
     surplus: what a reload claims for the step that comes next.
+
+    Attributes
+    ----------
+    wanted, owning
+        Per group: how many pages must be granted, and the cached ones that prefixes own.
     """
 
     def __init__(self, state: State, step: Step, returning: Request | None = None) -> None:
@@ -82,10 +105,13 @@ class Reservation:
         self.drafts: dict[Key, Draft] = {}
         self.new: list[Stream] = []
         self.pre: list[tuple[Draft, Draft]] = []
-        self.post: list[tuple[Draft, Draft, int]] = []
+        self.post: list[tuple[Draft, Draft, list[int]]] = []
         self.places: list[tuple[Draft | None, int]] = []
-        self.wanted = 0
-        self.first_short: Draft | None = None
+        groups = range(len(state.device.pools))
+        self.wanted = [0 for _ in groups]
+        self.owning: list[list[int]] = [[] for _ in groups]
+        # Who asked for pages, in this order.
+        self.asked: list[tuple[Draft, list[int]]] = []
         # Where the last page of a pre-fork's target is copied from, by draft and group.
         self.origins: dict[tuple[int, int], int] = {}
 
@@ -110,14 +136,22 @@ class Reservation:
                 return refusal
         return None
 
-    def wants_per_label(self) -> dict[str, int]:
-        """Return the pages to be granted per label, zeros left out."""
-        wants: dict[str, int] = {}
-        for (_, label), draft in self.drafts.items():
-            wants[label] = draft.fork_granted + draft.span_granted
-        for _, two, tail in self.post:
-            wants[two.stream.label] += tail
-        return {label: pages for label, pages in wants.items() if pages}
+    def wants_per_label(self) -> dict[str, list[int]]:
+        """Return the pages per group to be granted per label, where there are any."""
+        wants: dict[str, list[int]] = {}
+        for draft, granted in self.asked:
+            own = wants.setdefault(draft.stream.label, [0 for _ in granted])
+            wants[draft.stream.label] = [a + b for a, b in zip(own, granted, strict=True)]
+        return wants
+
+    def first_short(self, leaving: Changes = ()) -> Stream:
+        """Return the stream at which the pages asked for so far are more than there are."""
+        wanted = [0 for _ in self.wanted]
+        for draft, granted in self.asked:
+            wanted = [a + b for a, b in zip(wanted, granted, strict=True)]
+            if self.state.device.short(wanted, self.owning, leaving) is not None:
+                return draft.stream
+        raise AssertionError("the whole step is short of pages and no part of it is")
 
     def _pairs(self, forks: Sequence[LabelFork | StreamFork]) -> list[tuple[Key, Key]]:
         pairs = [
@@ -148,7 +182,7 @@ class Reservation:
                 return refusal
             if stream.pending_fork is not None:
                 return ForkPending(request=key[0], label=key[1])
-        draft = self.drafts[key] = Draft(stream, self.state.page_size)
+        draft = self.drafts[key] = Draft(self.state, stream)
         return draft
 
     def _exists(self, key: Key) -> bool:
@@ -162,10 +196,10 @@ class Reservation:
             return False
         return stream.opened or any(isinstance(row, WideRow) and row.opens for row in stream.rows)
 
-    def _count(self, draft: Draft, granted: int) -> None:
-        self.wanted += granted
-        if granted and self.first_short is None and self.wanted > len(self.state.device.pools[0].free):
-            self.first_short = draft
+    def _ask(self, draft: Draft, granted: list[int]) -> None:
+        if any(granted):
+            self.wanted = [a + b for a, b in zip(self.wanted, granted, strict=True)]
+            self.asked.append((draft, granted))
 
     def _pair(self, source: Key, target: Key) -> tuple[Draft, Draft] | Refusal:
         one = self._draft(source)
@@ -181,34 +215,60 @@ class Reservation:
         if not (self._exists(source) or source in grows):
             return None
         one, two = pair
-        size = self.state.page_size
-        two.opens = True
-        two.shared = one.base_pages(size)[: one.length // size]
-        two.length = two.start = two.kept = two.most = one.length
-        two.content = one.length // size
-        two.fork_granted = two.want(1 if one.length % size else 0)
-        self._count(two, two.fork_granted)
+        full, tail = divmod(one.length, self.state.page_size)
+        shared = [
+            [page for place, page in enumerate(pages, start=skip) if place < full]
+            for pages, skip in zip(one.base_pages(self.state.page_size), one.skips, strict=True)
+        ]
+        two.starts_on(shared, list(one.skips), one.length, self.state.page_size)
+        if tail:
+            two.fork_granted = two.want(1)
+            self._ask(two, two.fork_granted)
         self.pre.append((one, two))
         return None
 
     def segment(self, segment: Segment) -> Refusal | None:
+        """Simulate one segment."""
         if segment.request is None:
             self.places.append((None, 0))
             return None
         draft = self._draft((segment.request, segment.label))
         if isinstance(draft, Refusal):
             return draft
+        if segment.prefix and self.returning is None:
+            refusal = self._start_on(draft, segment.prefix)
+            if refusal is not None:
+                return refusal
         draft.named = draft.named or segment.span > 0
         self.places.append((draft, draft.length))
         draft.length += segment.span
         need = -(-draft.length // self.state.page_size) - draft.content
         if need > 0:
             granted = draft.want(need)
-            draft.span_granted += granted
-            self._count(draft, granted)
+            draft.span_granted = [a + b for a, b in zip(draft.span_granted, granted, strict=True)]
+            self._ask(draft, granted)
         if self.step.commit and segment.span:
             draft.opens = True
             draft.most = draft.length
+        return None
+
+    def _start_on(self, draft: Draft, prefix: tuple[ContentKey, ...]) -> Refusal | None:
+        """Start a stream on the findable pages of `prefix`, which the step's row will own."""
+        stream, state = draft.stream, self.state
+        if draft.length or draft.shared is not None:
+            return NotEmpty(request=stream.request.id, label=stream.label, length=draft.length)
+        matched = state.device.match(prefix, state.geometry)
+        if matched < len(prefix):
+            return PrefixLost(request=stream.request.id, label=stream.label, matched=matched)
+        length = len(prefix) * state.page_size
+        skips = [state.geometry.skipped(group, length) for group in range(len(state.device.pools))]
+        shared = [
+            [pool.places[key] for key in prefix[skip:]] for pool, skip in zip(state.device.pools, skips, strict=True)
+        ]
+        for own, pages, pool in zip(self.owning, shared, state.device.pools, strict=True):
+            own.extend(page for page in pages if not pool.owners[page] and page not in own)
+        draft.prefix = prefix
+        draft.starts_on(shared, skips, length, state.page_size)
         return None
 
     def _post_fork(self, source: Key, target: Key) -> Refusal | None:
@@ -219,41 +279,51 @@ class Reservation:
             return None
         one, two = pair
         size = self.state.page_size
-        tail = 0
+        tails = [0 for _ in two.surplus]
         if size > 1 and (one.most > one.kept or one.kept % size):
-            tail = 1 if two.surplus == 0 else 0
-            two.surplus -= 1 - tail
-            self._count(two, tail)
+            tails = [0 if surplus else 1 for surplus in two.surplus]
+            two.surplus = [surplus - 1 + tail for surplus, tail in zip(two.surplus, tails, strict=True)]
+            self._ask(two, tails)
         two.kept, two.most = one.kept, one.most
         two.exists = True
-        self.post.append((one, two, tail))
+        self.post.append((one, two, tails))
         return None
 
     def largest(self) -> tuple[str, str, int]:
-        """Return (request, label, pages) of the request that asks for most; pages its streams share count once."""
-        pages: dict[str, int] = {}
+        """Return (request, label, sectors) of the request that asks for most; pages its streams share count once."""
+        groups = range(len(self.wanted))
+        pages: dict[str, list[int]] = {}
         labels: dict[str, str] = {}
-        known: dict[str, set[int]] = {}
+        known: dict[str, list[set[int]]] = {}
         for (request, label), draft in self.drafts.items():
-            own = draft.base_pages(self.state.page_size)
-            mine = known.setdefault(request, set())
-            more = len(set(own) - mine) + draft.content - len(own)
-            mine.update(own)
-            pages[request] = pages.get(request, 0) + more
+            total = pages.setdefault(request, [0 for _ in groups])
+            mine = known.setdefault(request, [set() for _ in groups])
+            for group, own in enumerate(draft.base_pages(self.state.page_size)):
+                total[group] += len(set(own) - mine[group]) + draft.content - draft.skips[group] - len(own)
+                mine[group].update(own)
             labels.setdefault(request, label)
-        for _, two, tail in self.post:
-            pages[two.stream.request.id] += tail
-        request = max(pages, key=lambda r: pages[r])
-        return request, labels[request], pages[request]
+        for _, two, tails in self.post:
+            total = pages[two.stream.request.id]
+            pages[two.stream.request.id] = [a + b for a, b in zip(total, tails, strict=True)]
+        sectors = {request: self.state.device.sectors_for(own) for request, own in pages.items()}
+        request = max(sectors, key=lambda r: sectors[r])
+        return request, labels[request], sectors[request]
 
     # -- build
 
     def build(self, lease: Lease) -> list[Row]:
-        """Carry out what was simulated: grant pages, make the rows and forks of `lease`."""
+        """Carry out what was simulated: own and grant pages, make the rows and forks of `lease`."""
         state = self.state
         for stream in self.new:
             stream.request.streams[stream.label] = stream
             state.topology += 1
+        # What the step starts on is owned before anything is evicted to make room for the rest.
+        for draft in self.drafts.values():
+            if draft.prefix:
+                assert draft.shared is not None
+                for pool, pages in zip(state.device.pools, draft.shared, strict=True):
+                    pool.own(pages)
+        state.device.make_room(self.wanted)
         rows: dict[int, WideRow] = {}
         forks: list[Fork] = []
         for draft in self.drafts.values():
@@ -262,9 +332,9 @@ class Reservation:
             forks.append(self._build_pre_fork(rows, one, two))
         for draft in self.drafts.values():
             self._build_growth(rows[id(draft)], draft)
-        for one, two, tail in self.post:
+        for one, two, tails in self.post:
             row = rows[id(two)]
-            row.tails = tuple(pool.grant(tail) for pool in state.device.pools)
+            row.tails = tuple(pool.grant(tail) for pool, tail in zip(state.device.pools, tails, strict=True))
             forks.append(Fork(rows[id(one)], row, False, ()))
             row.room = 0
             row.stream.pending_fork = lease
@@ -273,17 +343,27 @@ class Reservation:
         return list(rows.values())
 
     def _row(self, lease: Lease, draft: Draft) -> WideRow:
-        stream, base = draft.stream, draft.base
+        stream, base, state = draft.stream, draft.base, self.state
         tables = base.tables if base is not None else stream.residency.tables
         released = base.released if base is not None else stream.released
         row = WideRow(stream, lease, draft.start, 0, released, tables, 0, stream.generation)
-        row.takes, row.temps, row.tails = self.state.no_pages(), self.state.no_pages(), self.state.no_pages()
+        row.takes, row.temps, row.tails = state.no_pages(), state.no_pages(), state.no_pages()
         row.entered = NOTHING
         row.released_before = released
-        row.step_tables = tables
         row.forked = False
         row.opens = draft.opens
         row.policy = None
+        row.prefix = draft.prefix
+        if draft.prefix:
+            assert draft.shared is not None
+            started = []
+            for group, (pool, shared) in enumerate(zip(state.device.pools, draft.shared, strict=True)):
+                row.takes[group].extend(shared)
+                row.entered = merge(row.entered, pool.ready_of(shared))
+                started.append(Table.of([*shared, *tables[group]], draft.skips[group], pool.sink))
+            row.tables = tuple(started)
+            row.forked = True
+        row.step_tables = row.tables
         if draft.named and self.step.commit:
             row.policy = self.step.retention.get(stream.label, stream.retention)
         return row
@@ -297,7 +377,8 @@ class Reservation:
         tables: list[Table] = []
         copies: list[list[tuple[int, int, int]]] = []
         for group, pool in enumerate(self.state.device.pools):
-            shared = source.step_tables[group].part(0, length // size)
+            source_table = source.step_tables[group]
+            shared = source_table.part(0, length // size)
             pool.share(shared)
             row.takes[group].extend(shared)
             surplus = row.step_tables[group].part(-(-base_length // size), row.step_tables[group].count)
@@ -312,11 +393,11 @@ class Reservation:
                 pages.append(tail)
                 row.entered = merge(row.entered, pool.fences[tail])
                 # Of a chain, the first page: a copy reads nothing that another copy of the same op writes.
-                origin = self.origins.get((id(one), group), source.step_tables[group][length // size])
+                origin = self.origins.get((id(one), group), source_table[length // size])
                 self.origins[id(two), group] = origin
                 copied.append((origin, tail, length % size))
             pages.extend(surplus)
-            tables.append(Table(pages, len(pages)))
+            tables.append(Table.of(pages, source_table.skip, pool.sink))
             copies.append(copied)
         row.step_tables = row.tables = tuple(tables)
         row.released = row.released_before = source.released_before
@@ -325,13 +406,14 @@ class Reservation:
 
     def _build_growth(self, row: WideRow, draft: Draft) -> None:
         """Give the row the pages its spans need and say what it leaves when everything is accepted."""
-        size = self.state.page_size
+        state = self.state
+        size = state.page_size
         row.stop = draft.length
         covered = -(-draft.start // size)
         wanted = -(-draft.length // size)
         tables: list[Table] = []
-        for group, pool in enumerate(self.state.device.pools):
-            granted = pool.grant(draft.span_granted)
+        for group, pool in enumerate(state.device.pools):
+            granted = pool.grant(draft.span_granted[group])
             (row.takes if self.step.commit else row.temps)[group].extend(granted)
             table = row.step_tables[group].extended(granted)
             row.entered = merge(row.entered, pool.fence_of(table.part(covered, wanted)))
@@ -339,5 +421,8 @@ class Reservation:
         row.step_tables = tuple(tables)
         lasting = row.step_tables if self.step.commit else row.tables
         length = draft.length if self.step.commit else draft.start
-        row.tables, row.length, row.released, _ = retain(lasting, length, row.released, row.policy, size)
-        row.room = self.state.room(row.stream, row.length, row.stream.retention)
+        if self.step.commit:
+            row.tables, row.length, row.released, _ = retain(state, lasting, length, row.released, row.policy)
+        else:
+            row.tables, row.length = lasting, length
+        row.room = state.room(row.length, row.stream.retention)

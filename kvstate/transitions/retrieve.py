@@ -25,7 +25,7 @@ from kvstate.refusals import (
 )
 from kvstate.state import Fetch, FetchFailed, Fetching, OnDevice, Request, State, Stream, Table
 from kvstate.transitions.claim import away, known, off_device
-from kvstate.transitions.leaving import content_pages, forget
+from kvstate.transitions.leaving import content_pages, forget, leave
 from kvstate.transitions.offload import Abandoned
 from kvstate.types import Publication, Record
 
@@ -90,8 +90,9 @@ def claim_retrieve(
     records = {} if publication is None else publication.ranks.get(state.rank, {})
     if publication is not None and publication.world_size != state.world_size:
         return WorldSizeMismatch(request=request, published=publication.world_size, expected=state.world_size)
-    wanted = 0
-    plans: list[tuple[str, Record, Stream, int]] = []
+    size, groups = state.page_size, range(len(state.device.pools))
+    wanted = [0 for _ in groups]
+    plans: list[tuple[str, Record, Stream]] = []
     for label in dict.fromkeys(labels if labels is not None else found.config.labels_needed()):
         stream = found.streams.get(label)
         if stream is None:
@@ -109,46 +110,70 @@ def claim_retrieve(
             continue
         if record.on_host:
             return OnRemoteHost(request=request, label=label)
-        if record.page_size != state.page_size or (stream.length and record.released != stream.released):
+        if (
+            record.page_size != state.page_size
+            or len(record.pages) != len(groups)
+            or (stream.length and record.released != stream.released)
+        ):
             return LayoutMismatch(request=request, label=label)
-        count = -(-record.length // state.page_size) - content_pages(state, stream)
-        plans.append((label, record, stream, count))
-        wanted += count
-    short = state.device.short([wanted] * len(state.device.pools))
+        plans.append((label, record, stream))
+        wanted = [
+            count + len(_pages_fetched(state, stream, record, group))
+            for group, count in zip(groups, wanted, strict=True)
+        ]
+    short = state.device.short(wanted)
     if short is not None:
-        whole = sum(-(-record.length // state.page_size) for _, record, _, _ in plans)
+        whole = state.device.sectors_for(
+            [sum(-(-r.length // size) - _skip(state, r, g) for _, r, _ in plans) for g in groups]
+        )
         if whole > state.geometry.pages:
             return TooLarge(request=request, label=plans[0][0], wanted=whole, capacity=state.geometry.pages)
-        return PagesExhausted(request=request, label=plans[0][0], short=short)
+        fragmented = state.device.fragmented(wanted)
+        return PagesExhausted(request=request, label=plans[0][0], short=short, fragmented=fragmented)
     # Effect.
+    state.device.make_room(wanted)
     fetches = []
-    for label, record, stream, count in plans:
+    for label, record, stream in plans:
         if label not in found.streams:
             found.streams[label] = stream
             state.topology += 1
-        fetches.append(_fetch(state, stream, record, count, now_s))
+        fetches.append(_fetch(state, stream, record, now_s))
     return Retrieval(request, tuple(fetches))
 
 
-def _fetch(state: State, stream: Stream, record: Record, count: int, now_s: float) -> Fetch:
+def _skip(state: State, record: Record, group: int) -> int:
+    """Return the leading pages that a group does not hold once `record` has landed."""
+    there = record.skipped[group] if record.skipped else 0
+    return max(there, state.geometry.skipped(group, record.length))
+
+
+def _pages_fetched(state: State, stream: Stream, record: Record, group: int) -> range:
+    """Return the places in the table of `group` for which a fetch needs pages: behind the content, in the window."""
+    first = max(content_pages(state, stream), _skip(state, record, group))
+    return range(first, -(-record.length // state.page_size))
+
+
+def _fetch(state: State, stream: Stream, record: Record, now_s: float) -> Fetch:
     content = content_pages(state, stream)
     after = merge(stream.used, stream.written)
-    tables: list[Table] = []
+    firsts: list[int] = []
     owned: list[list[int]] = []
-    for pool, table in zip(state.device.pools, stream.residency.tables, strict=True):
-        tail = table.part(stream.length // state.page_size, content)
+    for group, (pool, table) in enumerate(zip(state.device.pools, stream.residency.tables, strict=True)):
+        places = _pages_fetched(state, stream, record, group)
+        # A partly filled last page is written too, unless the window will have left it.
+        tail = table.part(stream.length // state.page_size, content) if places.start == content else []
         pool.share(tail)
-        granted = pool.grant(count)
+        granted = pool.grant(len(places))
         after = merge(after, pool.fence_of(granted))
         owned.append(tail + granted)
-        tables.append(Table(owned[-1], len(owned[-1])))
-    fetch = Fetch(state.serial(), stream, record, stream.length, record.length, tuple(tables), tuple(owned), now_s)
+        firsts.append(places.start - len(tail))
+    fetch = Fetch(state.serial(), stream, record, stream.length, record.length, tuple(firsts), tuple(owned), now_s)
     stream.residency = Fetching(stream.residency.tables, fetch)
     state.claims[fetch.serial] = fetch
     # Emit.
     fetch.op = FetchBegin(
-        state.number(), after, fetch, fetch, record, tuple(tuple(pages) for pages in owned), fetch.start, fetch.stop,
-        state.page_size,
+        state.number(), after, fetch, fetch, record, tuple(tuple(pages) for pages in owned), fetch.firsts, fetch.start,
+        fetch.stop, state.page_size,
     )  # fmt: skip
     state.outbox.append(fetch.op)
     return fetch
@@ -185,16 +210,25 @@ def landed(state: State, fetch: Fetch) -> FetchEnded | Refusal:
         return FetchEnded(stream.request.id, stream.label, "landed", True)
     assert isinstance(stream.residency, Fetching)
     content = content_pages(state, stream)
-    tail = 1 if stream.length % state.page_size else 0
+    full = fetch.stop // state.page_size
     tables = []
-    for pool, own, table in zip(state.device.pools, fetch.owned, stream.residency.device, strict=True):
+    gone = state.no_pages()
+    for group, (pool, own, first, table) in enumerate(
+        zip(state.device.pools, fetch.owned, fetch.firsts, stream.residency.device, strict=True)
+    ):
+        tail = content - first if first < content else 0
         pool.drop(own[:tail], NOTHING)
-        pages = table.part(0, content) + own[tail:] + table.part(content, table.count)
-        tables.append(Table(pages, len(pages)))
-        pool.seal(pages[: fetch.stop // state.page_size])
+        skip = max(table.skip, _skip(state, fetch.record, group))
+        gone[group].extend(table.part(0, min(skip, content)))
+        pages = table.part(skip, content) + own[tail:] + table.part(content, table.count)
+        tables.append(Table.of(pages, skip, pool.sink))
+        pool.seal(tables[-1].part(0, full))
     stream.length, stream.released = fetch.stop, fetch.record.released
-    stream.residency = OnDevice(tuple(tables), state.room(stream, stream.length, stream.retention))
+    stream.residency = OnDevice(tuple(tables), state.room(stream.length, stream.retention))
     stream.generation += 1
+    if any(gone):
+        stream.epoch += 1
+        leave(state, stream, gone)
     if not stream.opened:
         stream.opened = True
         state.topology += 1
@@ -236,7 +270,7 @@ def cancelled(state: State, fetch: Fetch) -> FetchEnded | Refusal:
     if waiting:
         assert isinstance(stream.residency, Fetching)
         tables = stream.residency.device
-        stream.residency = OnDevice(tables, state.room(stream, stream.length, stream.retention))
+        stream.residency = OnDevice(tables, state.room(stream.length, stream.retention))
         forget(state, stream)
     return FetchEnded(stream.request.id, stream.label, "cancelled", not waiting)
 
@@ -311,11 +345,14 @@ def _record(state: State, request: Request, stream: Stream) -> Record:
     on_device = isinstance(stream.residency, OnDevice)
     count = content_pages(state, stream)
     pages: tuple[tuple[int, ...], ...] = ()
+    skipped: tuple[int, ...] = ()
     if on_device:
-        pages = tuple(table.first(count) for table in stream.residency.tables)
+        skipped = tuple(table.skip for table in stream.residency.tables)
+        sinks = (pool.sink for pool in state.device.pools)
+        pages = tuple(table.first(count, sink) for table, sink in zip(stream.residency.tables, sinks, strict=True))
     return Record(
         stream.length, stream.released, state.page_size, pages, not on_device, state.address, request.incarnation,
-        stream.epoch,
+        stream.epoch, skipped,
     )  # fmt: skip
 
 

@@ -11,9 +11,11 @@ from typing import cast
 
 import attrs
 
+from kvstate.arena import Changes
 from kvstate.errors import AcceptedMismatch
 from kvstate.ops import ForkCopy, Plan, StepBegin, StepEnd
 from kvstate.ordering import NOTHING, Clock, Queue, elsewhere, merge
+from kvstate.prefix import Key
 from kvstate.refusals import (
     AlreadyLaunched,
     CopyFailed,
@@ -33,6 +35,7 @@ from kvstate.transitions.leaving import (
     end_without_effect,
     leave,
     open_above,
+    pages_leaving,
     release,
     stop_holding,
     void_above,
@@ -103,14 +106,9 @@ def admit(state: State, step: Step) -> Lease | Refusal:
     """
     # Guard.
     lease = Lease(0, step)
-    asking: Reservation | None = None
-    if step.plain:
-        rows, asking, refusal = _plain_rows(state, lease)
-    else:
-        rows, asking = [], Reservation(state, step)
-        refusal = asking.simulate()
+    rows, asking, refusal = _simulated(state, lease)
     if refusal is None and asking is not None:
-        refusal = _short(state, step, asking.wanted)
+        refusal = _short(state, step, asking)
     if refusal is not None:
         return refusal
     # Effect.
@@ -128,6 +126,26 @@ def admit(state: State, step: Step) -> Lease | Refusal:
     lease.serial = state.serial()
     state.leases[lease.serial] = lease
     return lease
+
+
+def probe(state: State, step: Step, leaving: bool = False) -> Refusal | None:
+    """Return why `step` would be refused now, or None; nothing changes.
+
+    With `leaving`, as if every open offload claim had committed and every lease with void rows had ended: what those
+    give up counts as available.
+    """
+    _, asking, refusal = _simulated(state, Lease(0, step))
+    if refusal is None and asking is not None:
+        refusal = _short(state, step, asking, pages_leaving(state) if leaving else ())
+    return refusal
+
+
+def _simulated(state: State, lease: Lease) -> tuple[list[Row] | list[Row | None], Reservation | None, Refusal | None]:
+    """Return rows as far as they are plain, what must be reserved, and why the step cannot run, pages aside."""
+    if lease.step.plain:
+        return _plain_rows(state, lease)
+    asking = Reservation(state, lease.step)
+    return [], asking, asking.simulate()
 
 
 def _plain_rows(state: State, lease: Lease) -> tuple[list[Row | None], Reservation | None, Refusal | None]:
@@ -165,9 +183,9 @@ def _plain_rows(state: State, lease: Lease) -> tuple[list[Row | None], Reservati
     return rows, asking, None
 
 
-def _short(state: State, step: Step, wanted: int) -> Refusal | None:
+def _short(state: State, step: Step, asking: Reservation, leaving: Changes = ()) -> Refusal | None:
     """Return the refusal of a step that wants more pages than there are."""
-    short = state.device.short([wanted] * len(state.device.pools))
+    short = state.device.short(asking.wanted, asking.owning, leaving)
     if short is None:
         return None
     whole = Reservation(state, step)
@@ -175,10 +193,9 @@ def _short(state: State, step: Step, wanted: int) -> Refusal | None:
     request, label, pages = whole.largest()
     if pages > state.geometry.pages:
         return TooLarge(request=request, label=label, wanted=pages, capacity=state.geometry.pages)
-    assert whole.first_short is not None
-    return PagesExhausted(
-        request=whole.first_short.stream.request.id, label=whole.first_short.stream.label, short=short
-    )
+    first = whole.first_short(leaving)
+    fragmented = state.device.fragmented(asking.wanted)
+    return PagesExhausted(request=first.request.id, label=first.label, short=short, fragmented=fragmented)
 
 
 def plan(state: State, lease: Lease) -> Plan | Refusal:
@@ -329,6 +346,7 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
     number = lease.number
     clock: Clock = (number, 0, 0)
     forks = _surviving(lease)
+    keys = _keys_taken(state, lease) if lease.forks else {}
     for fork in forks:
         _open(state, fork.target.stream)
     unused = [fork.target for fork in lease.forks if not fork.pre and not fork.target.void]
@@ -339,7 +357,7 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
         if row.void:
             end_without_effect(state, row)
         elif row.wide or stored is not None:
-            _commit_row(state, row, None if stored is None else stored.get(id(row)), clock)
+            _commit_row(state, row, None if stored is None else stored.get(id(row)), clock, keys.get(id(row)))
         else:
             stream = row.stream
             length = row.length
@@ -347,7 +365,7 @@ def commit(state: State, lease: Lease, accepted: Sequence[int] | None = None) ->
             stream.generation += 1
             stream.written = clock
             del stream.rows[0]
-            if length == row.room:
+            if length == row.room and length % state.page_size == 0:
                 _seal_last(state, row)
             if stream.held:
                 stop_holding(state, stream, lease)
@@ -371,6 +389,17 @@ def _surviving(lease: Lease) -> list[Fork]:
         else:
             forks.append(fork)
     return forks
+
+
+def _keys_taken(state: State, lease: Lease) -> dict[int, tuple[list[Key], bool]]:
+    """Return the keys and the staleness that each target of a pre-fork takes over, by its row."""
+    taken: dict[int, tuple[list[Key], bool]] = {}
+    for fork in lease.forks:
+        if fork.pre:
+            source = fork.source.stream
+            keys, stale = taken.get(id(fork.source), (source.keys, source.stale))
+            taken[id(fork.target)] = (keys[: fork.target.start // state.page_size], stale)
+    return taken
 
 
 def _open(state: State, stream: Stream) -> None:
@@ -414,7 +443,7 @@ def _stored(lease: Lease, accepted: Sequence[int]) -> dict[int, int]:
     return stored
 
 
-def _commit_row(state: State, row: Row, stored: int | None, clock: Clock) -> None:
+def _commit_row(state: State, row: Row, stored: int | None, clock: Clock, taken: tuple[list[Key], bool] | None) -> None:
     """Commit one row on the general path: take its pages, move the length, seal, retain, check the rows above."""
     stream, size = row.stream, state.page_size
     wide = row if isinstance(row, WideRow) else None
@@ -431,16 +460,23 @@ def _commit_row(state: State, row: Row, stored: int | None, clock: Clock) -> Non
     tables = row.step_tables if commits or wide is None else wide.tables
     for pool, table in zip(state.device.pools, tables, strict=True):
         pool.seal(table.part(row.start // size, length // size))
-    tables, length, released, gone = retain(
-        tables, length, row.released_before, wide.policy if wide is not None else None, size
-    )
+    before = row.released_before
+    tables, length, released, gone = retain(state, tables, length, before, wide.policy if wide is not None else None)
     if (length, released) != (row.length, row.released):
         void_above(row)
     left = [table.part(0, content_pages(state, stream)) for table in stream.residency.tables] if forked else ()
-    stream.residency = OnDevice(tables, state.room(stream, length, stream.retention))
+    stream.residency = OnDevice(tables, state.room(length, stream.retention))
     stream.length, stream.released = length, released
     stream.generation += 1
     stream.written = clock
+    if taken is not None:
+        stream.keys, stream.stale = taken
+    elif wide is not None and wide.prefix:
+        stream.keys = list(wide.prefix)
+    if released > before:
+        # What follows is no longer the history that its tokens spell.
+        assert wide is not None and wide.policy is not None
+        del stream.keys[-(-wide.policy.protected_prefix // size) :]
     if gone or left:
         stream.epoch += 1
     _open(state, stream)

@@ -252,8 +252,8 @@ class Bare:
             lifecycle.remove(self.state, request)
         self.drain()
         invariants.check(view.view(self.state))
-        assert len(self.state.device.pools[0].free) == self.geometry.pages
-        assert len(self.state.host.pools[0].free) == self.geometry.host_pages
+        assert self.state.device.free() == (self.geometry.pages,)
+        assert self.state.host.free() == (self.geometry.host_pages,)
         assert not self.judge.violations, "\n".join(map(str, self.judge.violations))
 
 

@@ -457,7 +457,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.offload.claim_offload",
             (
                 "streams = list(found.streams.values())",
-                "room = len(state.host.pools[0].free)\n"
+                "room = state.host.free()[0]\n"
                 "    streams = []\n"
                 "    for stream in found.streams.values():\n"
                 "        room -= content_pages(state, stream)\n"
@@ -607,7 +607,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "D5-copy-in",
         "a step does not follow the copy in of what it reads",
-        off("transitions.reload.commit_reload", "stream.written = copy"),
+        off("transitions.reload.commit_reload", "stream.written = merge(copy, claim.found)"),
         layers="judge",
     ),
     Mutant(
@@ -762,9 +762,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "F1-partial",
         "the page for the copy of a partly filled last page is not counted",
-        edit(
-            "transitions.reserve.Reservation._pre_fork", ("self._count(two, two.fork_granted)", "two.fork_granted = 0")
-        ),
+        edit("transitions.reserve.Reservation._pre_fork", ("self._ask(two, two.fork_granted)", "pass")),
         layers="reference crash",
     ),
     Mutant(
@@ -861,8 +859,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a post-fork shares the partly filled last page instead of copying it",
         edit(
             "transitions.fork.apply_post_forks",
-            ("tail = source.length % size", "tail = 0"),
-            ("part(0, source.length // size)", "part(0, -(-source.length // size))"),
+            ("full, tail = divmod(source.length, size)", "full, tail = -(-source.length // size), 0"),
         ),
         layers="reference promise",
     ),
@@ -1108,11 +1105,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "promise-sink",
         "the sink is granted like any page",
         edit(
-            "arena.Pool.__init__",
-            ("deque(range(pages))", "deque(range(pages + 1))"),
-            ("[0] * pages", "[0] * (pages + 1)"),
-            ("[NOTHING] * pages", "[NOTHING] * (pages + 1)"),
-            ("bytearray(pages)", "bytearray(pages + 1)"),
+            "arena.Arena.__init__",
+            ("(Pool(tier, self.sectors, 0, size),)", "(Pool(tier, self.sectors + 1, 0, size),)"),
         ),
         layers="reference",
     ),
@@ -1197,7 +1191,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "promise-released",
         "retention counts pages, not tokens, as released",
-        edit("transitions.retention.retain", ("released + moved", "released + count")),
+        edit("transitions.retention.retain", ("released += count * state.page_size", "released += count")),
         layers="reference",
         seed=2,
     ),
@@ -1235,8 +1229,8 @@ MUTANTS: tuple[Mutant, ...] = (
         edit(
             "transitions.reload.claim_reload",
             (
-                "back = [moved[group][page] for page in host]",
-                "back = [moved[group][page] for page in host]\n"
+                "back = [own[page] if page in own else fresh[page] for page in host]",
+                "back = [own[page] if page in own else fresh[page] for page in host]\n"
                 "            again = [place for place, page in enumerate(back) if page in seen[group]]\n"
                 "            for place, page in zip(again, pool.grant(min(len(again), len(pool.free)))):\n"
                 "                back[place] = page",
@@ -1247,13 +1241,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "promise-extra",
         "a reload brings no room for the next step",
-        off("transitions.reload.claim_reload", "wants = ahead.wants_per_label()"),
+        off("transitions.reload.claim_reload", "wants = coming.wants_per_label()"),
         layers="reference",
     ),
     Mutant(
         "promise-extra-counted",
         "a reload is not refused for the pages of its next step",
-        edit("transitions.reload.claim_reload", ("len(pages) + sum(wants.values())", "len(pages)")),
+        edit("transitions.reload.claim_reload", ("len(pages) - len(own) + ahead", "len(pages) - len(own)")),
         layers="crash",
     ),
     Mutant(
