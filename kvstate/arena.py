@@ -16,8 +16,8 @@ With several groups, free pages live in sectors::
               whoever counts what is available counts what is there
     carried   the merge of its pages' fences, which the next group's pages begin with
 
-Granting is deterministic: first in, first out where one group has the device to itself; else from the fullest lent
-sectors first, so that others empty out, then from the lowest empty ones, and sorted, so that copies coalesce.
+Granting is deterministic: where one group has a tier to itself, first in, first out on the device and lowest first on
+the host; else from the fullest lent sectors, so that others empty out, then from the lowest empty ones, and sorted.
 """
 
 from __future__ import annotations
@@ -65,12 +65,16 @@ class Pool:
         """Return the free pages that are this group's to grant: in that order, or sorted where they lie in sectors."""
         return tuple(self.free)
 
+    def free_count(self) -> int:
+        """Return how many those are."""
+        return len(self.free)
+
     # -- what the capacity test counts
 
     @property
     def owned(self) -> int:
         """Pages that have an owner."""
-        return self.pages - len(self.free) - len(self.cached)
+        return self.pages - self.free_count() - len(self.cached)
 
     @property
     def busy(self) -> int:
@@ -228,6 +232,36 @@ class Pool:
         self._return(pages)
 
 
+class SortedPool(Pool):
+    """The pages of the only group of a tier, granted lowest first: what is copied there lies together."""
+
+    __slots__ = ("_heap",)
+
+    def __init__(self, tier: Tier, pages: int, group: int = 0, page_size: int = 0) -> None:
+        super().__init__(tier, pages, group, page_size)
+        self.free = deque()
+        self._heap = list(range(pages))
+
+    def free_pages(self) -> tuple[int, ...]:
+        return tuple(sorted(self._heap))
+
+    def free_count(self) -> int:
+        return len(self._heap)
+
+    def grant(self, count: int) -> list[int]:
+        heap, owners = self._heap, self.owners
+        granted = [heapq.heappop(heap) for _ in range(count)]
+        for page in granted:
+            owners[page] = 1
+        return granted
+
+    def _return(self, pages: Sequence[int]) -> None:
+        heap, sealed = self._heap, self.sealed
+        for page in pages:
+            sealed[page] = 0
+            heapq.heappush(heap, page)
+
+
 class SectorPool(Pool):
     """The pages of one group whose sectors come from, and return to, an arena."""
 
@@ -255,9 +289,6 @@ class SectorPool(Pool):
 
     def free_pages(self) -> tuple[int, ...]:
         masks = self._masks
-        if len(self._arena.pools) == 1:
-            # Nobody else could borrow the empty sectors.
-            masks = masks | dict.fromkeys(self._arena.empty, self._full)
         return tuple(
             sector * self._per + slot
             for sector in sorted(masks)
@@ -266,7 +297,6 @@ class SectorPool(Pool):
         )
 
     def free_count(self) -> int:
-        """Return how many those are."""
         return sum(count * len(sectors) for count, sectors in enumerate(self._partial))
 
     def sectors_changed(self, owning: Sequence[int], releasing: Sequence[int]) -> int:
@@ -371,9 +401,9 @@ class Arena:
         self.empty = list(range(self.sectors))
         size = geometry.page_size
         self.pools: tuple[Pool, ...]
-        if tier is Tier.DEVICE and len(geometry.groups) == 1:
+        if len(geometry.groups) == 1:
             self.empty = []
-            self.pools = (Pool(tier, self.sectors, 0, size),)
+            self.pools = ((Pool if tier is Tier.DEVICE else SortedPool)(tier, self.sectors, 0, size),)
         else:
             self.pools = tuple(
                 SectorPool(self, group, size, self.sectors * per, per) for group, per in enumerate(self.per_sector)
@@ -398,9 +428,10 @@ class Arena:
         own, per = self.pools[group].fences, self.per_sector[group]
         found: list[Clock] = []
         for sector, lent in enumerate(self.lent):
-            if lent is None or lent == group:
-                one = lent is None and isinstance(self.pools[group], SectorPool)
-                found.extend([self.carried[sector]] * per if one else own[sector * per : (sector + 1) * per])
+            if len(self.pools) == 1 or lent == group:
+                found.extend(own[sector * per : (sector + 1) * per])
+            elif lent is None:
+                found.extend([self.carried[sector]] * per)
             else:
                 other, pages = self.pools[lent], self.per_sector[lent]
                 found.extend([other.fence_of(range(sector * pages, (sector + 1) * pages))] * per)
@@ -454,13 +485,8 @@ class Arena:
 
     def free(self) -> tuple[int, ...]:
         """Return the pages that each group alone could be granted without evicting a cached one."""
-        if len(self.pools) == 1 and not isinstance(self.pools[0], SectorPool):
-            return (len(self.pools[0].free),)
-        return tuple(
-            per * len(self.empty) + pool.free_count()
-            for pool, per in zip(self.pools, self.per_sector, strict=True)
-            if isinstance(pool, SectorPool)
-        )
+        empty = len(self.empty)
+        return tuple(per * empty + pool.free_count() for pool, per in zip(self.pools, self.per_sector, strict=True))
 
     def available(self) -> tuple[int, ...]:
         """Return the pages that each group alone could be granted."""
@@ -488,13 +514,9 @@ class Arena:
 
     def _needs(self, wanted: Sequence[int]) -> list[int] | None:
         """Return the pages per group that its lent sectors lack, or None when free pages and empty sectors do."""
-        if len(self.pools) == 1 and not isinstance(self.pools[0], SectorPool):
-            need = wanted[0] - len(self.pools[0].free)
-            return [need] if need > 0 else None
         needs = []
         sectors = 0
         for want, pool, per in zip(wanted, self.pools, self.per_sector, strict=True):
-            assert isinstance(pool, SectorPool)
             need = max(0, want - pool.free_count()) if want else 0
             needs.append(need)
             sectors += -(-need // per)

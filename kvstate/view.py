@@ -124,7 +124,7 @@ class PartView:
 
 @attrs.frozen
 class ClaimView:
-    """One open claim or fetch; `fills` are the device pages it writes. A page that two labels share is in both parts."""
+    """One open claim or fetch; `fills` are device pages it writes. A page that two labels share is in both parts."""
 
     serial: int
     kind: str

@@ -1106,7 +1106,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the sink is granted like any page",
         edit(
             "arena.Arena.__init__",
-            ("(Pool(tier, self.sectors, 0, size),)", "(Pool(tier, self.sectors + 1, 0, size),)"),
+            ("(tier, self.sectors, 0, size),)", "(tier, self.sectors + (tier is Tier.DEVICE), 0, size),)"),
         ),
         layers="reference",
     ),
