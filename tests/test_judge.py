@@ -7,11 +7,24 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvstate.ops import Access, CopyIn, CopyOut, FetchBegin, FetchEnd, ForkCopy, Op, Plan, StepBegin, StepEnd, Tier
+from kvstate.ops import (
+    Access,
+    CopyIn,
+    CopyOut,
+    FetchBegin,
+    FetchEnd,
+    ForkCopy,
+    Op,
+    Plan,
+    PlanView,
+    StepBegin,
+    StepEnd,
+    Tier,
+)
 from kvstate.ordering import NOTHING, Clock, Queue, covers
 from kvstate.state import Lease, Request, Row, Stream, Table
 from kvstate.testing.judge import EdgeJudge
-from kvstate.types import Record, RequestConfig, Segment, Step
+from kvstate.types import Geometry, Group, Record, RequestConfig, Segment, Step
 
 SIZE = 4
 RECORD = Record(0, 0, SIZE, (), False, "other", 1, 0)
@@ -425,3 +438,187 @@ def test_following_everything_leaves_no_conflict_but_with_what_is_running(progra
     for found in judge.conflicts:
         overlapping = found.first.number > found.second.begin
         assert overlapping or found.first.number in fetches
+
+
+# -- groups that share sectors
+
+SHARED = Geometry(pages=3, page_size=SIZE, host_pages=3, groups=(Group("full", 384), Group("window", 256, window=3)))
+"""Sectors of 768 bytes: two pages of the first group, three of the second; pages 0 and 1 overlap, 0 and 2 do not."""
+
+
+def of_group(group: int, op: CopyOut | CopyIn | ForkCopy) -> Op:
+    """Move the copies of an op to `group`."""
+    return attrs.evolve(op, copies=(*([],) * group, *op.copies))
+
+
+def step_over(number: int, begun: int, *views: tuple[list[int], list[int], int, int, int]) -> StepEnd:
+    """Return a step of views (table of each group, tokens in front, tokens computed, pages skipped by the second)."""
+    made = end(number, begun, *([([0], 0, 1)] * len(views)))
+    made.plan.in_step_order = tuple(
+        PlanView(
+            f"r{place}", "main", (tuple(one), tuple(two)), start, start + span, span, start, 0, False, (0, skipped)
+        )
+        for place, (one, two, start, span, skipped) in enumerate(views)
+    )
+    return made
+
+
+def judged_over(*ops: Op) -> EdgeJudge:
+    judge = EdgeJudge.of(SHARED)
+    for op in ops:
+        judge.observe(op)
+    return judge
+
+
+def test_a_sector_that_changes_its_group_needs_the_edge() -> None:
+    out = of_group(0, copy_out(1, (1, 0, 4)))
+    assert pairs(judged_over(out, of_group(1, copy_in(2, (8, 2, 4), after=(0, 1, 0))))) == []
+    missing = judged_over(out, of_group(1, copy_in(2, (8, 2, 1))))
+    assert pairs(missing) == [(1, 2)]
+    [conflict] = missing.conflicts
+    assert (conflict.group, conflict.page, conflict.over) == (1, 2, (0, 1))
+    assert str(conflict) == (
+        "#2 CopyIn (copy_in, 'reload') writes what #1 CopyOut (copy_out, 'offload') reads: device page 2 of group 1, "
+        "tokens 0 … 1, over the bytes of page 1 of group 0; missing edge: #2 copy_in must follow #1 copy_out"
+    )
+
+
+def test_pages_of_a_sector_that_share_no_byte_need_no_edge() -> None:
+    out = of_group(0, copy_out(1, (0, 0, 4)))
+    assert pairs(judged_over(out, of_group(1, copy_in(2, (8, 2, 4))))) == []
+    assert pairs(judged_over(out, of_group(1, copy_in(2, (8, 1, 4))))) == [(1, 2)]
+    assert pairs(judged_over(out, of_group(1, copy_in(2, (8, 3, 4))))) == []
+
+
+def test_every_token_of_a_page_stands_for_all_of_them_to_another_group() -> None:
+    """Tokens are strided inside a page: no token of another group's page can be told to be clear of them."""
+    first = of_group(0, fork(1, (5, 0, 1)))
+    late = of_group(1, copy_in(2, (8, 0, 4)))
+    assert [(found.start, found.stop) for found in judged_over(first, late).conflicts] == [(0, 4)]
+
+
+def test_reads_of_two_groups_in_the_same_bytes_need_no_edge() -> None:
+    assert pairs(judged_over(of_group(0, copy_out(1, (0, 3, 4))), of_group(1, fork(2, (0, 8, 4))))) == []
+
+
+def test_host_sectors_change_hands_too() -> None:
+    ops = (of_group(1, copy_out(1, (8, 4, 4))), of_group(0, copy_in(2, (3, 0, 4))))
+    found = judged_over(*ops).conflicts
+    assert [(c.tier, c.group, c.page, c.over) for c in found] == [(Tier.HOST, 0, 3, (1, 4))]
+
+
+def test_a_step_reads_nothing_of_the_pages_that_its_window_has_left() -> None:
+    others = of_group(0, copy_in(1, (0, 0, 4)))
+    reads = judged_over(others, begin(2), step_over(3, 2, ([2, 3], [0, 8], 5, 1, 0)))
+    assert [(c.group, c.page, c.over, c.second_writes) for c in reads.conflicts] == [(1, 0, (0, 0), False)]
+    sink = SHARED.group_pages[1]
+    assert pairs(judged_over(others, begin(2), step_over(3, 2, ([2, 3], [sink, 8], 5, 1, 1)))) == []
+
+
+def test_a_step_that_touches_many_pages_is_compared_page_by_page() -> None:
+    step = (begin(1), step_over(2, 1, ([0, 1, 2], [6, 7, 8], 0, 12, 0)))
+    assert pairs(judged_over(*step, of_group(1, copy_in(3, (0, 3, 4), (1, 5, 4))))) == [(2, 3)]
+    found = judged_over(*step, of_group(1, copy_in(3, (0, 3, 4), (1, 5, 4)))).conflicts
+    assert [(c.page, c.over, c.first_writes) for c in found] == [(3, (0, 2), True)]
+
+
+def test_an_op_that_touches_a_page_twice_is_reported_once() -> None:
+    twice = of_group(1, copy_in(2, (8, 2, 1), (7, 2, 4)))
+    assert len(judged_over(of_group(0, fork(1, (5, 1, 4))), twice).conflicts) == 1
+
+
+def test_sinks_of_all_groups_are_exempt_although_they_share_bytes() -> None:
+    one, two = SHARED.group_pages
+    assert judged_over(of_group(0, copy_in(1, (0, one, 4))), of_group(1, fork(2, (0, two, 4)))).violations == []
+
+
+def test_an_op_does_not_conflict_with_itself_over_groups() -> None:
+    both = attrs.evolve(fork(1, (5, 0, 4)), copies=([(5, 0, 4)], [(0, 8, 4), (0, 1, 4)]))
+    assert judged_over(both).violations == []
+
+
+@attrs.define
+class SlowSectors(Slow):
+    """The whole history again, over bytes: two accesses meet where their pages are the same, or have common bytes."""
+
+    geometry: Geometry = SHARED
+
+    def bytes_of(self, group: int, page: int) -> set[int]:
+        size = self.geometry.groups[group].page_bytes
+        sector, place = divmod(page, self.geometry.pages_per_sector[group])
+        base = sector * self.geometry.sector_bytes + place * size
+        return set(range(base, base + size, 64))
+
+    def meet(self, one: tuple[Tier, int, int, int], two: tuple[Tier, int, int, int]) -> bool:
+        if one[0] is not two[0]:
+            return False
+        if one[1] == two[1]:
+            return one == two
+        return bool(self.bytes_of(*one[1:3]) & self.bytes_of(*two[1:3]))
+
+    def sector(self, slot: tuple[Tier, int, int, int]) -> tuple[Tier, int]:
+        return slot[0], slot[2] // self.geometry.pages_per_sector[slot[1]]
+
+    def pairs(self) -> dict[tuple[Tier, int], list[tuple[int, int]]]:
+        """Return the conflicting pairs per sector, in the order of the second op."""
+        found: dict[tuple[Tier, int], list[tuple[int, int]]] = {}
+        ran = [(op, dict.fromkeys(self.slots(op))) for op, runs in self.history if runs]
+        for place, (second, twos) in enumerate(ran):
+            for first, ones in ran[:place]:
+                if self._work(first) not in self.before[self._work(second)]:
+                    for two, writes in twos:
+                        if any((wrote or writes) and self.meet(one, two) for one, wrote in ones):
+                            rows = found.setdefault(self.sector(two), [])
+                            if (first.number, second.number) not in rows:
+                                rows.append((first.number, second.number))
+        return found
+
+
+def over_groups(op: Op, group: int, rest: list[tuple[int, int, int]]) -> Op:
+    """Let copies be of `group`, and the rest of the other one; let a step or fetch touch both groups."""
+    if isinstance(op, (ForkCopy, CopyOut, CopyIn)):
+        return attrs.evolve(op, copies=(op.copies[-1], rest) if not group else (rest, op.copies[-1]))
+    if isinstance(op, StepEnd):
+        other = {page: copy for page, copy in enumerate(rest)}
+        views = []
+        for view in op.plan.in_step_order:
+            two = tuple((page + len(other)) % 6 for page in view.tables[0])
+            views.append(attrs.evolve(view, tables=(view.tables[0], two), skipped=(0, 0)))
+        op.plan.in_step_order = tuple(views)
+    if isinstance(op, FetchBegin):
+        return attrs.evolve(op, tables=(op.tables[0], tuple((page + 3) % 6 for page in op.tables[0])))
+    return op
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.sampled_from([1, 3, 4096]))
+def test_the_first_conflict_of_every_sector_is_found_and_nothing_else_is_reported(
+    data: st.DataObject, prune_every: int
+) -> None:
+    judge = EdgeJudge.of(SHARED, prune_every)
+    slow = SlowSectors(judge.sinks)
+    for op, runs in data.draw(programs()):
+        group = data.draw(st.integers(0, 1))
+        op = over_groups(op, group, data.draw(page_copies) if data.draw(st.booleans()) else [])
+        (judge.observe if runs else judge.skip)(op)
+        slow.take(op, runs)
+    expected = slow.pairs()
+    found: dict[tuple[Tier, int], list[tuple[int, int]]] = {}
+    for conflict in judge.conflicts:
+        slot = (conflict.tier, conflict.group, conflict.page, 0)
+        found.setdefault(slow.sector(slot), []).append((conflict.first.number, conflict.second.number))
+        if conflict.over is not None:
+            event("over groups")
+    event("conflicts" if expected else "clean")
+    assert found.keys() == expected.keys()
+    for key, rows in found.items():
+        assert rows[0][1] == expected[key][0][1]
+        assert set(rows) <= set(expected[key])
+
+
+def test_a_geometry_of_one_group_is_judged_as_before() -> None:
+    judge = EdgeJudge.of(Geometry(pages=4, page_size=SIZE))
+    judge.observe(copy_in(1, (0, 0, 4)))
+    judge.observe(fork(2, (0, 1, 4)))
+    judge.observe(fork(3, (4, 4, 4)))
+    assert pairs(judge) == [(1, 2)]

@@ -12,7 +12,7 @@ from kvstate.state import Lease, OffloadClaim, OnDevice, ReloadClaim, State
 from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import POISON, MemoryBackend
 from kvstate.transitions import lifecycle, offload, reload, step
-from kvstate.types import Geometry, LabelFork, Segment, Step
+from kvstate.types import Geometry, Group, LabelFork, Segment, Step
 
 GEOMETRY = Geometry(pages=8, page_size=4, host_pages=8)
 
@@ -219,3 +219,89 @@ def test_threads_write_disjoint_pages_at_once() -> None:
         thread.join(60)
     for place, view in enumerate(planned.in_step_order):
         assert rig.backend.read(view.pages, 50) == [(place, 199)] * 50
+
+
+# -- groups that share sectors
+
+SHARED = Geometry(pages=2, page_size=4, host_pages=2, groups=(Group("full", 384), Group("window", 256)))
+"""Sectors of two pages of the first group, or three of the second."""
+
+
+def shared() -> MemoryBackend:
+    """Return a backend whose second group has written its first sector, and the first group its second one."""
+    backend = MemoryBackend(SHARED)
+    backend.store(1, [0, 1, 2], 0, "aaaabbbbcccc")
+    backend.store(0, [2, 3], 0, "ddddeeee")
+    return backend
+
+
+def held(backend: MemoryBackend, group: int, pages: list[int], tier: Tier = Tier.DEVICE) -> str:
+    """Return what pages hold, poison as dots."""
+    stamps = backend.load(group, pages, 0, len(pages) * 4, tier)
+    return "".join("." if stamp is POISON else str(stamp) for stamp in stamps)
+
+
+def test_each_group_has_all_the_pages_that_the_sectors_could_give_it_and_a_sink() -> None:
+    backend = MemoryBackend(SHARED)
+    assert [len(pages) for pages in backend.device] == [(4 + 1) * 4, (6 + 1) * 4]
+    assert [len(pages) for pages in backend.host] == [(4 + 1) * 4, (6 + 1) * 4]
+    assert MemoryBackend.sinks_of(SHARED) == {
+        (Tier.DEVICE, 0): 4, (Tier.DEVICE, 1): 6, (Tier.HOST, 0): 4, (Tier.HOST, 1): 6,
+    }  # fmt: skip
+
+
+def test_a_write_spoils_what_other_groups_had_in_its_sector() -> None:
+    backend = shared()
+    assert (held(backend, 1, [0, 1, 2]), held(backend, 0, [2, 3])) == ("aaaabbbbcccc", "ddddeeee")
+    backend.store(0, [0], 1, "x")
+    assert held(backend, 1, [0, 1, 2]) == "............"
+    assert (held(backend, 0, [0, 1]), held(backend, 0, [2, 3])) == (".x......", "ddddeeee")
+
+
+def test_a_group_that_writes_on_in_its_own_sector_spoils_nothing() -> None:
+    backend = shared()
+    backend.store(1, [1], 0, "x")
+    assert held(backend, 1, [0, 1, 2]) == "aaaaxbbbcccc"
+
+
+@pytest.mark.parametrize("op", [ForkCopy, CopyIn])
+def test_copies_onto_a_sector_of_another_group_spoil_it_too(op: Any) -> None:
+    backend = shared()
+    backend.submit(op(1, NOTHING, None, ([(3, 1, 2)], [])))
+    assert held(backend, 1, [0, 1, 2]) == "............"
+    assert held(backend, 0, [0, 1]) == ("....ee.." if op is ForkCopy else "........")
+
+
+def test_host_sectors_are_shared_like_those_of_the_device() -> None:
+    backend = shared()
+    backend.submit(CopyOut(1, NOTHING, None, ([(2, 0, 4)], [])))
+    assert held(backend, 0, [0], Tier.HOST) == "dddd"
+    backend.submit(CopyOut(2, NOTHING, None, ([], [(2, 2, 4)])))
+    assert (held(backend, 0, [0], Tier.HOST), held(backend, 1, [2], Tier.HOST)) == ("....", "cccc")
+    assert held(backend, 0, [2, 3]) == "ddddeeee"
+
+
+def test_an_op_over_groups_reads_everything_before_it_writes_anything() -> None:
+    backend = shared()
+    backend.submit(ForkCopy(1, NOTHING, None, ([(2, 0, 4)], [(0, 4, 4)])))
+    assert (held(backend, 0, [0]), held(backend, 1, [4])) == ("dddd", "aaaa")
+    assert (held(backend, 0, [2, 3]), held(backend, 1, [0, 1, 2])) == ("........", "............")
+
+
+def test_pages_are_spoiled_for_every_group_that_could_have_them() -> None:
+    backend = shared()
+    backend.poison(Tier.DEVICE, 0, [0])
+    assert held(backend, 1, [0, 1, 2]) == "............"
+    backend.poison(Tier.DEVICE, 0, [2])
+    assert held(backend, 0, [2, 3]) == "....eeee"
+
+
+def test_sinks_do_not_reach_into_the_sectors_in_front_of_them() -> None:
+    backend = shared()
+    for group, sink in enumerate(SHARED.group_pages):
+        backend.store(group, [sink], 0, "xxxx")
+    assert (held(backend, 1, [0, 1, 2]), held(backend, 0, [2, 3])) == ("aaaabbbbcccc", "ddddeeee")
+
+
+def test_many_tables_of_any_group_are_read_at_once() -> None:
+    assert shared().read_many([[0], [2, 1]], [2, 5], group=1) == [[*"aa"], [*"ccccb"]]

@@ -18,7 +18,6 @@ from kvstate.errors import KVStateError
 from kvstate.testing import backends
 from kvstate.testing.backends import CountsBytes, StampedBackend
 from kvstate.testing.drive import CannotPreempt, MeteredJudge, Report, Undecided, drive, peak_demand, pool_pages
-from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry
 from kvstate.workload import TraceRequest, WorkloadError, check_fits, load_trace, synthetic
 
@@ -89,7 +88,7 @@ def run(
     geometry = Geometry(
         pages=pages, page_size=page_size, host_pages=demand if host_pages is None else host_pages, name="run"
     )
-    judge = None if no_judge else MeteredJudge(page_size, MemoryBackend.sinks_of(geometry))
+    judge = None if no_judge else MeteredJudge.of(geometry)
     try:
         backend = backends.make(device, geometry, judge, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
     except (backends.BackendNotFound, ValueError) as error:

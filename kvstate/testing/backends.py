@@ -19,7 +19,11 @@ GROUP = "kvstate.backends"
 
 
 class StampedBackend(Backend, Protocol):
-    """A backend whose pages hold one stamp per token and can be read back."""
+    """A backend whose pages hold one stamp per token and can be read back.
+
+    A table given to it may be a part of a stream's, such as the pages that a window group holds: token 0 is the first
+    of its first page. What a group writes overwrites what other groups had in the same bytes of a sector.
+    """
 
     def write(self, plan: Plan, place: int, stamps: Sequence[Any]) -> None:
         """Write what segment `place` of the step computes."""
@@ -27,7 +31,7 @@ class StampedBackend(Backend, Protocol):
     def read(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
         """Return the stamps of tokens ``0 … length`` of a table of device pages."""
 
-    def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[Any]]:
+    def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int], group: int = 0) -> list[list[Any]]:
         """Return what `read` gives of each table and length; one gather, where that is cheaper."""
 
     def read_host(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:

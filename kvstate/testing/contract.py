@@ -22,7 +22,6 @@ from kvstate.refusals import CopyFailed, ManagerPoisoned, Refusal
 from kvstate.state import Lease, OffloadClaim
 from kvstate.testing.backends import StampedBackend
 from kvstate.testing.judge import EdgeJudge
-from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry, LabelFork, Segment, Step
 
 Make = Callable[..., StampedBackend]
@@ -34,7 +33,7 @@ class Rig:
     """A manager over the backend under test, with one edge judge and tokens that are never used twice."""
 
     def __init__(self, make: Make, *requests: str) -> None:
-        self.judge = EdgeJudge(GEOMETRY.page_size, MemoryBackend.sinks_of(GEOMETRY))
+        self.judge = EdgeJudge.of(GEOMETRY)
         self.backend = make(GEOMETRY, judge=self.judge)
         self.kv = KVManager(GEOMETRY, self.backend, debug=True)
         self._next = 1

@@ -12,17 +12,25 @@ Kept per page and token: the last write, and the newest read per queue. That is 
 every token (Flanagan and Freund, FastTrack, PLDI 2009). An older write is covered by the newer one that follows it:
 who follows the newer follows both, who does not conflicts with the newer already. A queue's older reads are covered by
 its newest in the same way, since whoever follows a number on a queue follows all smaller ones.
+
+Groups that share sectors conflict by bytes: page p of group g lies at byte ``p % per_sector[g] × page_bytes[g]`` of its
+sector. Tokens are strided inside a page, so every token of a page conflicts with every token of a page of another group
+that overlaps it. While a sector is used by one group, what others left there stays as it is: it is summed up once, when
+the sector changes hands, and looked at in detail only by an op that does not follow all of that sum.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Self
 
 import attrs
 
 from kvstate.ops import FetchBegin, FetchEnd, Op, StepBegin, StepEnd, Tier
 from kvstate.ordering import NOTHING, Clock, Queue, at, elsewhere, merge
+from kvstate.testing.accesses import Pool, Reach, Sectors
+from kvstate.types import Geometry
 
 _FETCHES = 3
 """The place of fetches behind the queues."""
@@ -50,7 +58,11 @@ class OpName:
 
 @attrs.frozen
 class Conflict:
-    """Two ops on tokens ``start … stop`` of one page that nothing orders. `missing` is the edge, in words."""
+    """Two ops on tokens ``start … stop`` of one page that nothing orders. `missing` is the edge, in words.
+
+    `over` is the page of another group, as (group, page), that the first op touched in the same bytes; None when both
+    touched the same page.
+    """
 
     first: OpName
     second: OpName
@@ -62,13 +74,17 @@ class Conflict:
     missing: str
     first_writes: bool
     second_writes: bool
+    over: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         did = "writes" if self.second_writes else "reads"
         had = "writes" if self.first_writes else "reads"
+        over = ""
+        if self.over is not None:
+            over = f", over the bytes of page {self.over[1]} of group {self.over[0]}"
         return (
             f"{self.second} {did} what {self.first} {had}: {self.tier.value} page {self.page} of group {self.group}, "
-            f"tokens {self.start} … {self.stop}; missing edge: {self.missing}"
+            f"tokens {self.start} … {self.stop}{over}; missing edge: {self.missing}"
         )
 
 
@@ -83,80 +99,6 @@ class BadEdge:
         return f"{self.op}: {self.reason}"
 
 
-class _Reach:
-    """What op `number` follows: a clock, and fetches that ended before `issue`, those up to `floor` for certain."""
-
-    __slots__ = ("clock", "floor", "issue", "number")
-
-    def __init__(self, number: int, clock: Clock, floor: int) -> None:
-        self.number = self.issue = number
-        self.clock = clock
-        self.floor = floor
-
-
-class _Pool:
-    """Accesses of one group in one tier, by page; a page has a tuple with an op number per token, 0 is none.
-
-    `top` has the newest write per page and writer (queue or fetch), `written` and `read` the newest of all pages: they
-    only decide whether a page must be looked at. For op `judged` everything `written` is known to be ordered when
-    `writes_calm`, everything `read` when `reads_calm`.
-    """
-
-    __slots__ = (
-        "group", "judged", "read", "reads", "reads_calm", "size", "tier", "top", "writes", "writes_calm", "written",
-    )  # fmt: skip
-
-    def __init__(self, tier: Tier, group: int, size: int) -> None:
-        self.tier = tier
-        self.group = group
-        self.size = size
-        self.writes: list[tuple[int, ...]] = []
-        self.reads: tuple[list[tuple[int, ...]], ...] = ([], [], [])
-        self.top: tuple[list[int], ...] = ([], [], [], [])
-        self.written = [0, 0, 0, 0]
-        self.read = [0, 0, 0]
-        self.judged = 0
-        self.writes_calm = self.reads_calm = True
-
-    def grow(self, page: int) -> None:
-        """Make place for pages up to `page`."""
-        more = page + 1 - len(self.writes)
-        none = (0,) * self.size
-        for slots in (self.writes, *self.reads):
-            slots.extend([none] * more)
-        for numbers in self.top:
-            numbers.extend([0] * more)
-
-    def judge(self, reach: _Reach) -> None:
-        """Note, before its first access, what the op of `reach` need not be compared with."""
-        self.judged = reach.number
-        (c, o, i), written, read = reach.clock, self.written, self.read
-        self.writes_calm = written[0] <= c and written[1] <= o and written[2] <= i and written[3] <= reach.floor
-        self.reads_calm = read[0] <= c and read[1] <= o and read[2] <= i
-
-    def suspect(self, page: int, reach: _Reach) -> bool:
-        """Tell whether `page` has a write that the op may not follow."""
-        compute, copy_out, copy_in, fetch = self.top
-        c, o, i = reach.clock
-        return compute[page] > c or copy_out[page] > o or copy_in[page] > i or fetch[page] > reach.floor
-
-    def suspects(self, table: Sequence[int], reach: _Reach) -> list[int]:
-        """Return the pages of `table` with a write that the op may not follow."""
-        for top, newest, limit in zip(self.top, self.written, (*reach.clock, reach.floor), strict=True):
-            if newest > limit and max(map(top.__getitem__, table)) > limit:
-                return [page for page in table if self.suspect(page, reach)]
-        return []
-
-    def numbers(self) -> set[int]:
-        """Return every op number that is kept."""
-        numbers: set[int] = set()
-        for slots in (self.writes, *self.reads):
-            # Pages read by one op share a tuple.
-            for own in {id(own): own for own in slots}.values():
-                numbers.update(own)
-        return numbers
-
-
 class EdgeJudge:
     """Judges ops as they are submitted.
 
@@ -168,20 +110,30 @@ class EdgeJudge:
         The sink page per (tier, group): exempt.
     prune_every
         Ops between two prunings, at least; pruning changes no verdict.
+    geometry
+        Needed when groups share sectors, which the pages of different groups overlap in; see `of`.
 
     Attributes
     ----------
     violations
-        What was found, in the order it was found: no false alarm, and the first conflict of every token.
+        What was found, in the order it was found: no false alarm, and the first conflict of every token. Where groups
+        share sectors, the first conflict of every sector.
     """
 
     def __init__(
-        self, page_size: int, sinks: Mapping[tuple[Tier, int], int] | None = None, prune_every: int = 4096
+        self,
+        page_size: int,
+        sinks: Mapping[tuple[Tier, int], int] | None = None,
+        prune_every: int = 4096,
+        geometry: Geometry | None = None,
     ) -> None:
         self.page_size = page_size
         self.sinks = dict(sinks or {})
+        self._sectors: dict[Tier, Sectors] = {}
+        if geometry is not None and len(geometry.groups) > 1:
+            self._sectors = {tier: Sectors(geometry) for tier in Tier}
         self.violations: list[Conflict | BadEdge] = []
-        self._pools: dict[tuple[Tier, int], _Pool] = {}
+        self._pools: dict[tuple[Tier, int], Pool] = {}
         self._names: dict[int, OpName] = {}
         self._newest = 0
         self._last = [0, 0, 0]
@@ -190,11 +142,18 @@ class EdgeJudge:
         self._host = NOTHING
         # Per queue: from which number on it followed which part of the other queues.
         self._points: list[tuple[list[int], list[Clock]]] = [([0], [NOTHING]) for _ in Queue]
-        self._steps: dict[int, _Reach] = {}
+        self._steps: dict[int, Reach] = {}
         # Open fetches and what they follow, None if one was skipped; and the FetchEnd of those that ended.
         self._fetches: dict[int, Clock | None] = {}
         self._ended: dict[int, int] = {}
         self._prune_every = self._left = prune_every
+
+    @classmethod
+    def of(cls, geometry: Geometry, prune_every: int = 4096) -> Self:
+        """Return the judge of a cache of this geometry."""
+        pages = ((Tier.DEVICE, geometry.group_pages), (Tier.HOST, geometry.host_group_pages))
+        sinks = {(tier, group): sink for tier, counts in pages for group, sink in enumerate(counts)}
+        return cls(geometry.page_size, sinks, prune_every, geometry)
 
     @property
     def conflicts(self) -> list[Conflict]:
@@ -255,7 +214,7 @@ class EdgeJudge:
             return
         if queue is not None:
             clock = self._advance(queue, number, clock)
-        reach = _Reach(number, clock, next(iter(self._fetches), number + 1) - 1)
+        reach = Reach(number, clock, next(iter(self._fetches), number + 1) - 1)
         if isinstance(op, StepBegin):
             self._steps[number] = reach
             return
@@ -298,22 +257,25 @@ class EdgeJudge:
         if clock is not None:
             self._host = merge(self._host, clock)
 
-    def _precedes(self, first: OpName, reach: _Reach) -> bool:
+    def _precedes(self, first: OpName, reach: Reach) -> bool:
         if first.queue is None:
             return self._ended.get(first.number, reach.issue) < reach.issue
         return reach.clock[first.queue] >= first.number
 
     # -- accesses
 
-    def _pool(self, tier: Tier, group: int, reach: _Reach) -> _Pool:
+    def _pool(self, tier: Tier, group: int, reach: Reach) -> Pool:
         pool = self._pools.get((tier, group))
         if pool is None:
-            pool = self._pools[tier, group] = _Pool(tier, group, self.page_size)
+            sectors = self._sectors.get(tier)
+            pool = self._pools[tier, group] = Pool(tier, group, self.page_size, self.sinks.get((tier, group)), sectors)
+            if sectors is not None:
+                sectors.pools[group] = pool
         if pool.judged != reach.number:
             pool.judge(reach)
         return pool
 
-    def _access(self, op: Op, reach: _Reach) -> None:
+    def _access(self, op: Op, reach: Reach) -> None:
         """Judge any op by its ``writes()`` and ``reads()``."""
         # Writes first: an op's own reads must not cover what its writes are to be compared with.
         for tier, group, page, start, stop in op.writes():
@@ -324,7 +286,7 @@ class EdgeJudge:
                 assert op.queue is not None, "a fetch only writes"
                 self._read(self._pool(tier, group, reach), page, start, stop, reach, op.queue)
 
-    def _access_step(self, op: StepEnd, reach: _Reach) -> None:
+    def _access_step(self, op: StepEnd, reach: Reach) -> None:
         """Judge a step: what ``_access`` does, a table at a time."""
         size = self.page_size
         views = [view for view in op.plan.in_step_order if not view.sink]
@@ -344,14 +306,21 @@ class EdgeJudge:
                 pool = self._pool(Tier.DEVICE, group, reach)
                 if rest:
                     self._read(pool, table[whole], 0, rest, reach, Queue.COMPUTE)
-                if whole:
-                    self._read_whole(pool, table[:whole], full, reach)
+                skipped = view.skipped[group]
+                if whole > skipped:
+                    self._read_whole(pool, table[skipped:whole], full, reach)
 
-    def _read_whole(self, pool: _Pool, table: tuple[int, ...], full: tuple[int, ...], reach: _Reach) -> None:
+    def _read_whole(self, pool: Pool, table: tuple[int, ...], full: tuple[int, ...], reach: Reach) -> None:
         """Judge a step's reads of full pages: its only cost that grows with what it reads."""
         last = max(table)
         if last >= len(pool.writes):
             pool.grow(last)
+        sectors = pool.sectors
+        if sectors is not None:
+            user, count = sectors.user, sectors.per_sector[pool.group]
+            if not pool.left_calm or {user[page // count] for page in table} != {pool.group}:
+                for page in table:
+                    self._overlap(pool, sectors, page, 0, pool.size, reach, Queue.COMPUTE, False)
         if not pool.writes_calm:
             for page in pool.suspects(table, reach):
                 self._compare(pool, page, pool.writes[page], 0, pool.size, reach, True, False)
@@ -360,18 +329,22 @@ class EdgeJudge:
             reads[page] = full
         pool.read[Queue.COMPUTE] = reach.number
 
-    def _read(self, pool: _Pool, page: int, start: int, stop: int, reach: _Reach, queue: Queue) -> None:
+    def _read(self, pool: Pool, page: int, start: int, stop: int, reach: Reach, queue: Queue) -> None:
         if page >= len(pool.writes):
             pool.grow(page)
+        if pool.sectors is not None:
+            self._overlap(pool, pool.sectors, page, start, stop, reach, queue, False)
         if not pool.writes_calm and pool.suspect(page, reach):
             self._compare(pool, page, pool.writes[page], start, stop, reach, True, False)
         reads = pool.reads[queue]
         reads[page] = _painted(reads[page], start, stop, reach.number)
         pool.read[queue] = reach.number
 
-    def _write(self, pool: _Pool, page: int, start: int, stop: int, reach: _Reach, queue: Queue | None) -> None:
+    def _write(self, pool: Pool, page: int, start: int, stop: int, reach: Reach, queue: Queue | None) -> None:
         if page >= len(pool.writes):
             pool.grow(page)
+        if pool.sectors is not None:
+            self._overlap(pool, pool.sectors, page, start, stop, reach, queue, True)
         writes = pool.writes[page]
         if not pool.writes_calm and pool.suspect(page, reach):
             self._compare(pool, page, writes, start, stop, reach, True, True)
@@ -386,12 +359,40 @@ class EdgeJudge:
         pool.writes[page] = _painted(writes, start, stop, reach.number)
         pool.top[writer][page] = pool.written[writer] = reach.number
 
+    def _overlap(
+        self, pool: Pool, sectors: Sectors, page: int, start: int, stop: int, reach: Reach, queue: Queue | None,
+        writes: bool,
+    ) -> None:  # fmt: skip
+        """Compare one access with what other groups did in the same bytes."""
+        if page == pool.sink:
+            return
+        sector = page // sectors.per_sector[pool.group]
+        if sectors.user[sector] != pool.group:
+            sectors.enter(sector, pool.group)
+            pool.left_calm = pool.left_calm and reach.covers(sectors.left[sector])
+        if pool.left_calm or reach.covers(sectors.left[sector]):
+            return
+        own = reach.number
+        seen = [pool.writes[page]] if queue is None or writes else [pool.writes[page], pool.reads[queue][page]]
+        if any(own in numbers for numbers in seen):
+            # Any token of the page stands for all of them: what this op did there before was compared already.
+            return
+        for other, index in sectors.overlapping(pool.group, page):
+            wrote = set(other.writes[index])
+            read = set().union(*(reads[index] for reads in other.reads)) - wrote if writes else set()
+            for numbers, first_writes in ((wrote, True), (read, False)):
+                for number in sorted(numbers - {0, own}):
+                    if not self._precedes(self._names[number], reach):
+                        self._conflict(
+                            pool, page, start, stop, reach, number, first_writes, writes, (other.group, index)
+                        )
+
     def _compare(
-        self, pool: _Pool, page: int, numbers: tuple[int, ...], start: int, stop: int, reach: _Reach,
+        self, pool: Pool, page: int, numbers: tuple[int, ...], start: int, stop: int, reach: Reach,
         first_writes: bool, second_writes: bool,
     ) -> None:  # fmt: skip
         """Compare one access with the ops `numbers` per token of its page; report those that are not ordered."""
-        if self.sinks.get((pool.tier, pool.group)) == page:
+        if page == pool.sink:
             return
         # A token of an op that touches it several times is compared once, and with another op's write rather than read.
         own = reach.number
@@ -405,17 +406,21 @@ class EdgeJudge:
             end = start + 1
             while end < stop and numbers[end] == number:
                 end += 1
-            if number:
-                first = self._names[number]
-                if not self._precedes(first, reach):
-                    second = self._names[own]
-                    missing = _missing(first, second, self._ended.get(number))
-                    self.violations.append(
-                        Conflict(
-                            first, second, pool.tier, pool.group, page, start, end, missing, first_writes, second_writes
-                        )
-                    )
+            if number and not self._precedes(self._names[number], reach):
+                self._conflict(pool, page, start, end, reach, number, first_writes, second_writes)
             start = end
+
+    def _conflict(
+        self, pool: Pool, page: int, start: int, stop: int, reach: Reach, number: int,
+        first_writes: bool, second_writes: bool, over: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        first, second = self._names[number], self._names[reach.number]
+        missing = _missing(first, second, self._ended.get(number))
+        self.violations.append(
+            Conflict(
+                first, second, pool.tier, pool.group, page, start, stop, missing, first_writes, second_writes, over
+            )
+        )
 
     # -- reports and pruning
 

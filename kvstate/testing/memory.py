@@ -1,7 +1,8 @@
 """A backend in memory: pages of token stamps in both tiers. No device: every op has run when ``submit`` returns.
 
 Stamps are any values; what must not be believed is `Undefined`, so a content oracle meets it wherever a real device
-would hold garbage.
+would hold garbage. Several groups share sectors of bytes: whoever writes into a sector spoils what other groups had in
+it, all of it, although a real device would spoil the overwritten bytes only. A sector belongs to one group at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class MemoryBackend:
     Attributes
     ----------
     device, host
-        Stamps per group, ``(pages + 1) * page_size`` of them: the last page is the sink.
+        Stamps per group, ``(group_pages + 1) * page_size`` of them: the last page is the sink.
     ops, skipped
         With `record`: every op in order, those skipped included, until the close; and the numbers of the skipped ones.
     """
@@ -69,9 +70,13 @@ class MemoryBackend:
         self.judge = judge
         self.record = record
         self.fail = fail
-        groups = range(len(geometry.groups))
-        self.device: list[list[Any]] = [[POISON] * ((geometry.pages + 1) * self.page_size) for _ in groups]
-        self.host: list[list[Any]] = [[POISON] * ((geometry.host_pages + 1) * self.page_size) for _ in groups]
+        size = self.page_size
+        self.device: list[list[Any]] = [[POISON] * ((pages + 1) * size) for pages in geometry.group_pages]
+        self.host: list[list[Any]] = [[POISON] * ((pages + 1) * size) for pages in geometry.host_group_pages]
+        # Per tier, the group that wrote into each sector last, the sinks' sector included; None with one group.
+        self._wrote: dict[Tier, list[int]] | None = None
+        if len(geometry.groups) > 1:
+            self._wrote = {Tier.DEVICE: [0] * (geometry.pages + 1), Tier.HOST: [0] * (geometry.host_pages + 1)}
         self.ops: list[Op] = []
         self.skipped: set[int] = set()
         self._failing: list[tuple[type[Op] | None, bool]] = []
@@ -84,9 +89,8 @@ class MemoryBackend:
     @staticmethod
     def sinks_of(geometry: Geometry) -> dict[tuple[Tier, int], int]:
         """Return the sink page per (tier, group), as an EdgeJudge wants to know them."""
-        groups = range(len(geometry.groups))
-        device = {(Tier.DEVICE, group): geometry.pages for group in groups}
-        return device | {(Tier.HOST, group): geometry.host_pages for group in groups}
+        device = {(Tier.DEVICE, group): pages for group, pages in enumerate(geometry.group_pages)}
+        return device | {(Tier.HOST, group): pages for group, pages in enumerate(geometry.host_group_pages)}
 
     # -- the Backend protocol
 
@@ -173,9 +177,9 @@ class MemoryBackend:
         """Return the device stamps of tokens ``0 … length`` of a page table."""
         return self.load(group, table, 0, length)
 
-    def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[Any]]:
+    def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int], group: int = 0) -> list[list[Any]]:
         """Return what `read` gives of each table."""
-        return [self.read(table, length) for table, length in zip(tables, lengths, strict=True)]
+        return [self.read(table, length, group) for table, length in zip(tables, lengths, strict=True)]
 
     def read_host(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
         """Return the host stamps of tokens ``0 … length`` of a page table."""
@@ -203,6 +207,8 @@ class MemoryBackend:
         """Write device stamps from token `start` on; token 0 is the first of ``table[0]``."""
         size, pages = self.page_size, self.device[group]
         stop = start + len(stamps)
+        if self._wrote is not None:
+            self._take(Tier.DEVICE, group, table[start // size : -(-stop // size)])
         token = start
         while token < stop:
             place, slot = divmod(token, size)
@@ -213,22 +219,45 @@ class MemoryBackend:
 
     def poison(self, tier: Tier, group: int, pages: Iterable[int]) -> None:
         """Spoil `pages`: the harness calls this for those that became free."""
-        size, slots = self.page_size, self._tier(tier)[group]
-        spoiled = [POISON] * size
-        for page in pages:
-            slots[page * size : (page + 1) * size] = spoiled
+        pages = list(pages)
+        if self._wrote is not None:
+            self._take(tier, group, pages)
+        self._spoil(self._tier(tier)[group], pages)
 
     def _tier(self, tier: Tier) -> list[list[Any]]:
         return self.device if tier is Tier.DEVICE else self.host
 
+    def _spoil(self, slots: list[Any], pages: Iterable[int]) -> None:
+        size = self.page_size
+        spoiled = [POISON] * size
+        for page in pages:
+            slots[page * size : (page + 1) * size] = spoiled
+
+    def _take(self, tier: Tier, group: int, pages: Iterable[int]) -> None:
+        """Spoil what other groups have in the sectors of `pages`, which `group` is about to write into."""
+        assert self._wrote is not None
+        per_sector, wrote = self.geometry.pages_per_sector, self._wrote[tier]
+        sink = len(wrote) - 1
+        for sector in dict.fromkeys(page // per_sector[group] for page in pages):
+            if wrote[sector] != group:
+                for other, (count, slots) in enumerate(zip(per_sector, self._tier(tier), strict=True)):
+                    if other != group:
+                        self._spoil(slots, range(sector * count, sector * count + (1 if sector == sink else count)))
+                wrote[sector] = group
+
     def _copy(self, op: ForkCopy | CopyOut | CopyIn) -> None:
         """Copy what the op says and spoil the rest of each target page: bytes beyond an op's tokens are undefined."""
-        size = self.page_size
-        for group, copies in enumerate(op.copies):
-            source, target = self._tier(op.source_tier)[group], self._tier(op.target_tier)[group]
-            # All reads before all writes: one kernel moves the pages, in no order that another page could count on.
-            moved = [source[page * size : page * size + tokens] for page, _, tokens in copies]
-            for (_, page, tokens), stamps in zip(copies, moved, strict=True):
+        size, sources, targets = self.page_size, self._tier(op.source_tier), self._tier(op.target_tier)
+        # All reads before all writes: one kernel moves the pages, in no order that another page could count on.
+        moved = [
+            [source[page * size : page * size + tokens] for page, _, tokens in copies]
+            for source, copies in zip(sources, op.copies, strict=False)
+        ]
+        for group, (copies, pages) in enumerate(zip(op.copies, moved, strict=True)):
+            if self._wrote is not None:
+                self._take(op.target_tier, group, [page for _, page, _ in copies])
+            target = targets[group]
+            for (_, page, tokens), stamps in zip(copies, pages, strict=True):
                 target[page * size : (page + 1) * size] = stamps + [POISON] * (size - tokens)
 
     # -- completion

@@ -18,7 +18,6 @@ from kvstate.ops import FetchBegin, Op, Plan, Tier
 from kvstate.state import Fetch, State
 from kvstate.testing.backends import find
 from kvstate.testing.judge import BadEdge, Conflict, EdgeJudge
-from kvstate.testing.memory import MemoryBackend
 from kvstate.testing.transport import Network, StepTransport
 from kvstate.transitions import VERBS, lifecycle, offload, retrieve
 from kvstate.types import Geometry
@@ -87,7 +86,7 @@ class _Builtin:
     def __init__(self, geometry: Geometry, network: Network, address: str, device: str = "memory") -> None:
         self.geometry = geometry
         self.capacities = Capacities(geometry.page_size, geometry.pages, geometry.host_pages)
-        self.judge = EdgeJudge(geometry.page_size, MemoryBackend.sinks_of(geometry))
+        self.judge = EdgeJudge.of(geometry)
         self.backend = find(device)(geometry, judge=self.judge)
         self.transport = StepTransport(network, address)
         network.join(address, self.backend, self.epoch_holds)

@@ -38,7 +38,7 @@ def stamps_of(plan: Plan, counter: Iterator[int]) -> list[list[str]]:
 
 def replay(geometry: Geometry, ops: list[Op], skipped: set[int], stripped: Op | None) -> list[Conflict]:
     """Return the conflicts of a recorded run in which `stripped` follows nothing (a step: its begin and its end)."""
-    judge = EdgeJudge(geometry.page_size, MemoryBackend.sinks_of(geometry))
+    judge = EdgeJudge.of(geometry)
     begin = stripped.begin if isinstance(stripped, StepEnd) else None
     for op in ops:
         if op is stripped or op.number == begin:
@@ -52,7 +52,7 @@ class Kv:
 
     def __init__(self, network: Network, counter: Iterator[int], *, address: str = "kv", **sizes: int) -> None:
         self.geometry = Geometry(**{"pages": 8, "page_size": 2, "host_pages": 8, **sizes})
-        self.judge = EdgeJudge(self.geometry.page_size, MemoryBackend.sinks_of(self.geometry))
+        self.judge = EdgeJudge.of(self.geometry)
         self.backend = MemoryBackend(self.geometry, judge=self.judge, record=True)
         self.transport = StepTransport(network, address)
         self.manager = KVManager(
@@ -196,7 +196,7 @@ class Bare:
     def __init__(self, counter: Iterator[int], **sizes: int) -> None:
         self.geometry = Geometry(**{"pages": 8, "page_size": 2, "host_pages": 8, **sizes})
         self.state = State(self.geometry)
-        self.judge = EdgeJudge(self.geometry.page_size, MemoryBackend.sinks_of(self.geometry))
+        self.judge = EdgeJudge.of(self.geometry)
         self.backend = MemoryBackend(self.geometry, judge=self.judge, record=True)
         self._counter = counter
 
