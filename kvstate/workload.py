@@ -12,6 +12,7 @@ Mooncake JSONL one object per line: ``timestamp`` (ms), ``input_length``,     kv
 """
 
 import csv
+import hashlib
 import json
 import math
 import os
@@ -44,6 +45,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
 _TIMESTAMP_MS_MAX = 2**53
+_UNNAMED = 2**62
+"""Tokens from here on are in no named block: those are below 2**61 + TOKENS_MAX * BLOCK_TOKENS."""
 
 # Messages quote what was found, and that may be a megabyte, or nested past the recursion limit.
 _quoted = reprlib.Repr()
@@ -287,6 +290,44 @@ def synthetic(
     return tuple(made)
 
 
+def prompt_tokens(request: TraceRequest, *, seed: int = 0) -> tuple[int, ...]:
+    """Return the tokens of a prompt: public traces name blocks of tokens, and no text.
+
+    A block is the same tokens wherever its name appears, and no token of it appears in another block, so two prompts
+    begin with the same tokens exactly as far as they name the same blocks. A request that names none shares nothing
+    with any other. Seeds are workloads of their own: what is named alike under two of them is different.
+
+    Parameters
+    ----------
+    request : TraceRequest
+        Of any workload; what names no blocks is told apart by its id.
+    seed : int
+        Same request and seed, same tokens.
+
+    Returns
+    -------
+    tuple of int
+        ``request.prompt_tokens`` whole numbers from 0 to 2**63 − 1: no vocabulary is that large, but none could name
+        every block of a trace apart.
+
+    Examples
+    --------
+    >>> first, second = synthetic(2, seed=3, prompt_tokens=(1500, 1600), shared_prefix_share=1.0)
+    >>> first.blocks, second.blocks
+    ((0, 1, 2, 3), (0, 1, 4))
+    >>> one, two = prompt_tokens(first), prompt_tokens(second)
+    >>> one[:1024] == two[:1024], set(one[1024:]) & set(two)
+    (True, set())
+    """
+    if not request.blocks:
+        first = _UNNAMED + _digest(f"{seed}/{request.id}")
+        return tuple(range(first, first + request.prompt_tokens))
+    origin = _digest(f"{seed}")
+    starts = (origin + block * BLOCK_TOKENS for block in request.blocks)
+    tokens = chain.from_iterable(range(start, start + BLOCK_TOKENS) for start in starts)
+    return tuple(islice(tokens, request.prompt_tokens))
+
+
 def check_fits(requests: Iterable[TraceRequest], *, page_size: int, pages: int) -> None:
     """Refuse a workload with a request that could never finish, before anything runs.
 
@@ -489,6 +530,11 @@ def _heavy_tailed(draw: float, low: int, high: int) -> int:
     """
     end = high + 1
     return min(high, int(low * end / (end - draw * (end - low))))
+
+
+def _digest(text: str) -> int:
+    """Return a number below 2**61 that another text gives with no probability worth a thought."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 3
 
 
 def _ceil_div(amount: int, unit: int) -> int:

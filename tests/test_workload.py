@@ -25,6 +25,7 @@ from kvstate.workload import (
     WorkloadError,
     check_fits,
     load_trace,
+    prompt_tokens,
     synthetic,
 )
 
@@ -608,3 +609,65 @@ def test_the_published_traces_load_whole(
     assert sum(r.output_tokens for r in requests) == output_total
     assert all(bool(r.blocks) == blocks for r in requests)
     assert load_trace(Path(folder, name), limit=300) == requests[:300]
+
+
+# -- the tokens of a prompt
+
+
+def named(tokens: int, *blocks: int, id: str = "r0") -> TraceRequest:
+    return TraceRequest(id, 0.0, tokens, 1, blocks, "trace:1")
+
+
+blocks_of_prompts = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+
+
+@given(blocks_of_prompts, blocks_of_prompts, st.integers(1, BLOCK_TOKENS), st.integers(1, BLOCK_TOKENS))
+def test_prompts_share_the_tokens_of_equal_blocks_and_no_others(
+    one: list[int], two: list[int], rest: int, other_rest: int
+) -> None:
+    lengths = [BLOCK_TOKENS * (len(blocks) - 1) + last for blocks, last in ((one, rest), (two, other_rest))]
+    first, second = (named(n, *blocks) for n, blocks in zip(lengths, (one, two), strict=True))
+    left, right = prompt_tokens(first), prompt_tokens(second)
+    assert (len(left), len(right)) == tuple(lengths)
+    for place in range(min(lengths)):
+        block, slot = divmod(place, BLOCK_TOKENS)
+        assert (left[place] == right[place]) == (one[block] == two[block]), (block, slot)
+    assert set(left) & set(right) <= {token for block in set(one) & set(two) for token in whole(block)}
+
+
+def whole(block: int) -> tuple[int, ...]:
+    return prompt_tokens(named(BLOCK_TOKENS, block))
+
+
+def test_no_token_of_a_block_is_in_another_block_or_twice_in_one() -> None:
+    tokens = [token for block in (0, 1, 2, TOKENS_MAX - 1, TOKENS_MAX) for token in whole(block)]
+    assert len(set(tokens)) == len(tokens) == 5 * BLOCK_TOKENS
+
+
+def test_what_names_no_blocks_shares_nothing() -> None:
+    unnamed = [named(2000, id=f"r{index}") for index in range(50)]
+    tokens = [token for request in unnamed for token in prompt_tokens(request)]
+    assert len(set(tokens)) == 50 * 2000
+    assert not set(tokens) & set(prompt_tokens(named(2000, 0, 1, 2, 3)))
+
+
+def test_tokens_are_a_function_of_request_and_seed() -> None:
+    for request in (named(700, 1, 2), named(700)):
+        assert prompt_tokens(request) == prompt_tokens(attrs.evolve(request, arrival_s=4.0, where="other:9"))
+        assert not set(prompt_tokens(request)) & set(prompt_tokens(request, seed=1))
+
+
+@given(st.integers(0, TOKENS_MAX), st.text(min_size=1), st.integers())
+def test_tokens_fit_into_64_bits_with_a_sign(block: int, id: str, seed: int) -> None:
+    for request in (named(3, block), named(3, id=id), named(1 + 2**20, id=id)):
+        tokens = prompt_tokens(request, seed=seed)
+        assert 0 <= min(tokens) <= max(tokens) < 2**63
+        assert all(isinstance(token, int) for token in tokens[:3])
+
+
+def test_the_longest_prompt_is_no_special_case() -> None:
+    many = 200
+    request = named(BLOCK_TOKENS * many - 1, *range(many))
+    tokens = prompt_tokens(request)
+    assert len(tokens) == len(set(tokens)) == request.prompt_tokens
+    assert tokens[: 2 * BLOCK_TOKENS] == prompt_tokens(named(2 * BLOCK_TOKENS, 0, 1))
