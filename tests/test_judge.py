@@ -575,18 +575,23 @@ class SlowSectors(Slow):
 
 
 def over_groups(op: Op, group: int, rest: list[tuple[int, int, int]]) -> Op:
-    """Let copies be of `group`, and the rest of the other one; let a step or fetch touch both groups."""
+    """Let copies be of `group`, and the rest of the other one; let a step or fetch touch both groups.
+
+    The table of the second group lacks its first page where `group` says so and it is not written.
+    """
     if isinstance(op, (ForkCopy, CopyOut, CopyIn)):
         return attrs.evolve(op, copies=(op.copies[-1], rest) if not group else (rest, op.copies[-1]))
     if isinstance(op, StepEnd):
-        other = {page: copy for page, copy in enumerate(rest)}
         views = []
         for view in op.plan.in_step_order:
-            two = tuple((page + len(other)) % 6 for page in view.tables[0])
-            views.append(attrs.evolve(view, tables=(view.tables[0], two), skipped=(0, 0)))
+            two = tuple((page + len(rest)) % 6 for page in view.tables[0])
+            skipped = min(group, view.start // SIZE)
+            views.append(attrs.evolve(view, tables=(view.tables[0], two), skipped=(0, skipped)))
         op.plan.in_step_order = tuple(views)
     if isinstance(op, FetchBegin):
-        return attrs.evolve(op, tables=(op.tables[0], tuple((page + 3) % 6 for page in op.tables[0])))
+        late = min(group, (op.stop - 1) // SIZE)
+        two = tuple((page + 3) % 6 for page in op.tables[0])[late:]
+        return attrs.evolve(op, tables=(op.tables[0], two), firsts=(op.firsts[0], op.firsts[0] + late))
     return op
 
 

@@ -17,6 +17,10 @@ from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan, Tier
 from kvstate.ordering import NOTHING, Clock, at, covers, merge
 from kvstate.testing.judge import EdgeJudge
 from kvstate.types import Geometry
+from kvstate.view import PoolView, StateView
+
+Freed = list[tuple[Tier, int, list[int]]]
+"""Pages per tier and group."""
 
 
 class Undefined(enum.Enum):
@@ -31,6 +35,42 @@ class Undefined(enum.Enum):
 
 POISON = Undefined.POISON
 GARBAGE = Undefined.GARBAGE
+
+
+def nobodys(now: StateView) -> Freed:
+    """Return the pages that nobody owns and no key finds, whose bytes no other group has been lent.
+
+    Pages of a sector that nobody has been lent are there for every group: the harness may spoil them all.
+    """
+    found: Freed = []
+    for tier, pools, lent in ((Tier.DEVICE, now.device, now.device_lent), (Tier.HOST, now.host, now.host_lent)):
+        for group, (pool, per_sector) in enumerate(zip(pools, now.pages_per_sector, strict=True)):
+            found.append((tier, group, _nobodys(pool, group, lent, per_sector)))
+    return found
+
+
+def given_back(before: StateView, now: StateView) -> Freed:
+    """Return the pages that `nobodys` names now and did not name before; groups without any are left out."""
+    if before.device == now.device and before.host == now.host:
+        return []
+    freed: Freed = []
+    for (tier, group, pages), (_, _, old) in zip(nobodys(now), nobodys(before), strict=True):
+        known = set(old)
+        more = [page for page in pages if page not in known]
+        if more:
+            freed.append((tier, group, more))
+    return freed
+
+
+def _nobodys(pool: PoolView, group: int, lent: tuple[int | None, ...], per_sector: int) -> list[int]:
+    if not lent:
+        return sorted(pool.free)
+    cached = set(pool.cached)
+    return [
+        page
+        for page, owners in enumerate(pool.owners)
+        if not owners and page not in cached and lent[page // per_sector] in (None, group)
+    ]
 
 
 class MemoryBackend:

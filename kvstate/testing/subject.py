@@ -14,7 +14,7 @@ import attrs
 from kvstate.backend import Cancelled, Failed, Landed
 from kvstate.errors import SubmitError
 from kvstate.manager import KVManager
-from kvstate.ops import FetchBegin, Op, Plan, Tier
+from kvstate.ops import FetchBegin, Op, Plan, PlanView, Tier
 from kvstate.state import Fetch, State
 from kvstate.testing.backends import find
 from kvstate.testing.judge import BadEdge, Conflict, EdgeJudge
@@ -22,6 +22,9 @@ from kvstate.testing.transport import Network, StepTransport
 from kvstate.transitions import VERBS, lifecycle, offload, retrieve
 from kvstate.types import Geometry
 from kvstate.view import StateView, StreamView, view
+
+Contents = tuple[list[Any], ...]
+"""Stamps per group. All groups store the same tokens; a window group holds those from its first held page on."""
 
 
 @attrs.frozen
@@ -53,8 +56,11 @@ class Subject(Protocol):
     def apply(self, verb: str, *args: Any) -> Any:
         """Run one verb on kvstate's types and on what earlier verbs returned; return its outcome or a Refusal."""
 
-    def compute(self, plan: Plan, stamps: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Run the model of a launched plan: write `stamps` per segment; return what each view had in front of them."""
+    def compute(self, plan: Plan, stamps: Sequence[Sequence[Any]]) -> list[Contents]:
+        """Run the model of a launched plan: write `stamps` per segment; return what each view had in front of them.
+
+        Every group is read, from the first token it holds on (``view.skipped``); of rows that go to the sink, none is.
+        """
 
     def fail_next(self, kind: type[Op]) -> None:
         """Make the next submit of such an op fail."""
@@ -65,8 +71,8 @@ class Subject(Protocol):
     def reclaimable(self, request: str) -> int:
         """Return what an offload of `request` would free."""
 
-    def content(self, now: StateView, stream: StreamView) -> list[Any]:
-        """Return the stamps that a stream stores, wherever they are."""
+    def content(self, now: StateView, stream: StreamView) -> Contents:
+        """Return the stamps that a stream stores, wherever they are, in every group (``stream.skipped``)."""
 
     def snapshot(self) -> StateView:
         """Return everything the subject knows."""
@@ -95,12 +101,20 @@ class _Builtin:
         """Answer a reader's question after its copy."""
         raise NotImplementedError
 
-    def compute(self, plan: Plan, stamps: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    def compute(self, plan: Plan, stamps: Sequence[Sequence[Any]]) -> list[Contents]:
         seen = []
         for place, planned in enumerate(plan.in_step_order):
-            seen.append([] if planned.sink else self.backend.read(planned.tables[0], planned.start))
+            seen.append(self._context(planned))
             self.backend.write(plan, place, stamps[place])
         return seen
+
+    def _context(self, planned: PlanView) -> Contents:
+        if planned.sink:
+            return ()
+        return tuple(
+            self.backend.load(group, table, skipped * self.geometry.page_size, planned.start)
+            for group, (table, skipped) in enumerate(zip(planned.tables, planned.skipped, strict=True))
+        )
 
     def fail_next(self, kind: type[Op]) -> None:
         self.backend.fail_next(kind)
@@ -108,16 +122,19 @@ class _Builtin:
     def fail_none(self) -> bool:
         return self.backend.fail_none() == 0
 
-    def content(self, now: StateView, stream: StreamView) -> list[Any]:
-        if stream.residency == "OnHost":
-            return self.backend.read_host(stream.host[0], stream.length)
+    def content(self, now: StateView, stream: StreamView) -> Contents:
+        device, host = stream.device, stream.host
         if stream.residency in ("Offloading", "Reloading"):
             claim = next(claim for claim in now.claims if claim.serial == stream.holder)
             part = next(part for part in claim.parts if part.label == stream.label)
-            if stream.residency == "Reloading":
-                return self.backend.read_host(part.host[0], stream.length)
-            return self.backend.read(part.device[0], stream.length)
-        return self.backend.read(stream.device[0], stream.length)
+            device, host = part.device, part.host
+        on_host = stream.residency in ("OnHost", "Reloading")
+        read = self.backend.read_host if on_host else self.backend.read
+        size = self.geometry.page_size
+        return tuple(
+            read(table, stream.length - skipped * size, group)
+            for group, (table, skipped) in enumerate(zip(host if on_host else device, stream.skipped, strict=True))
+        )
 
     def poison(self, tier: Tier, group: int, pages: Sequence[int]) -> None:
         self.backend.poison(tier, group, pages)

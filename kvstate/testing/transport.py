@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import attrs
@@ -77,24 +77,32 @@ class _Copier:
         self.target.wait(self.op.after)
 
     def copy(self, tokens: int | None = None) -> Failed | None:
-        """Copy the first `tokens` tokens (None: all); return why that is impossible."""
+        """Copy the first `tokens` tokens (None: all), of those each group holds; return why that is impossible."""
         self.wait()
         op = self.op
         peer = self.network.find(op.record.address)
         if peer is None:
             return self._unreached()
         stop = op.stop if tokens is None else min(op.start + tokens, op.stop)
-        for group, table in enumerate(op.tables):
-            stamps = peer.backend.load(group, op.record.pages[group], op.start, stop)
-            self.target.store(group, table, op.start % op.page_size, stamps)
+        for group, start, base in self._places():
+            if start < stop:
+                stamps = peer.backend.load(group, op.record.pages[group], start, stop)
+                self.target.store(group, op.tables[group], start - base, stamps)
         return None
 
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the groups, and in each the first token that is fetched and the one that its table begins with."""
+        op = self.op
+        for group, first in enumerate(op.firsts):
+            base = first * op.page_size
+            yield group, max(op.start, base), base
+
     def spoil(self) -> None:
-        """Write garbage to the first half of the tokens, at least to one."""
+        """Write garbage to the first half of each group's tokens, at least to one."""
         self.wait()
         op = self.op
-        for group, table in enumerate(op.tables):
-            self.target.store(group, table, op.start % op.page_size, [GARBAGE] * -(-(op.stop - op.start) // 2))
+        for group, start, base in self._places():
+            self.target.store(group, op.tables[group], start - base, [GARBAGE] * -(-(op.stop - start) // 2))
 
     def verdict(self) -> Outcome:
         """Ask the publisher whether what was copied is what it had published."""

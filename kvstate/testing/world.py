@@ -18,11 +18,12 @@ import attrs
 from kvstate import invariants
 from kvstate.backend import Cancelled, Failed, Landed
 from kvstate.errors import PromiseBroken
-from kvstate.ops import CopyIn, CopyOut, ForkCopy, Plan, Tier
+from kvstate.ops import CopyIn, CopyOut, ForkCopy, Plan
 from kvstate.refusals import Refusal
 from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, Stream
 from kvstate.testing import sometimes
-from kvstate.testing.subject import SUBJECTS, Subject
+from kvstate.testing.memory import given_back
+from kvstate.testing.subject import SUBJECTS, Contents, Subject
 from kvstate.testing.transport import Network
 from kvstate.transitions.reload import Reloaded
 from kvstate.transitions.retrieve import Retrieval, Snapshot
@@ -266,9 +267,12 @@ class Node:
         self.written[lease.serial] = tokens
         expected = self._contexts(lease, tokens)
         seen = self.subject.compute(plan, tokens)
-        for place, (want, got) in enumerate(zip(expected, seen, strict=True)):
-            if want is not None and want != got:
-                self._violated("oracle", f"segment {place} of {call.gives} read {got}, and {want} was committed")
+        for place, (want, contents) in enumerate(zip(expected, seen, strict=True)):
+            if want is not None:
+                skipped = plan.in_step_order[place].skipped
+                detail = self._differs(want, contents, skipped)
+                if detail is not None:
+                    self._violated("oracle", f"segment {place} of {call.gives} read {detail}")
         self._look(call, None)
 
     def launch_exit(self, lease: Lease) -> Any:
@@ -562,21 +566,26 @@ class Node:
         self.world.seen.update(sometimes.seen(call.verb, actual, before, now))
 
     def _poison(self, before: StateView, now: StateView) -> None:
-        for tier, old_pools, pools in ((Tier.DEVICE, before.device, now.device), (Tier.HOST, before.host, now.host)):
-            for group, (old, pool) in enumerate(zip(old_pools, pools, strict=True)):
-                if old.free != pool.free:
-                    freed = sorted(set(pool.free) - set(old.free))
-                    if freed:
-                        self.subject.poison(tier, group, freed)
+        for tier, group, freed in given_back(before, now):
+            self.subject.poison(tier, group, freed)
 
     def _contents(self, now: StateView) -> None:
         committed = self.reference.contents()
         for stream in now.streams:
             if stream.opened:
                 want = committed.get((stream.request, stream.label))
-                got = tuple(self.subject.content(now, stream))
-                if want != got:
-                    self._violated("oracle", f"{stream.request}/{stream.label} holds {got}, committed was {want}")
+                contents = self.subject.content(now, stream)
+                detail = f"{contents}" if want is None else self._differs(want, contents, stream.skipped)
+                if detail is not None:
+                    self._violated("oracle", f"{stream.request}/{stream.label} holds {detail}")
+
+    def _differs(self, want: Sequence[Any], contents: Contents, skipped: Sequence[int]) -> str | None:
+        """Say what a group holds instead of the tokens of `want` that its window has not left."""
+        for group, (got, skip) in enumerate(zip(contents, skipped, strict=True)):
+            committed = list(want[skip * self.world.sizes.page_size :])
+            if got != committed:
+                return f"{got} in group {group}, committed was {committed}"
+        return None
 
     def _contexts(self, lease: Lease, tokens: list[list[int]]) -> list[list[Any] | None]:
         """Return what each segment must find in front of it; None where nobody knows (padding, void, retention)."""

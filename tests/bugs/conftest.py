@@ -15,12 +15,12 @@ import pytest
 
 from kvstate import invariants, view
 from kvstate.manager import KVManager
-from kvstate.ops import Op, Plan, StepEnd, Tier
+from kvstate.ops import Op, Plan, StepEnd
 from kvstate.ordering import NOTHING
 from kvstate.refusals import Refusal
 from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, State
 from kvstate.testing.judge import Conflict, EdgeJudge
-from kvstate.testing.memory import MemoryBackend
+from kvstate.testing.memory import MemoryBackend, nobodys
 from kvstate.testing.transport import Network, StepTransport
 from kvstate.transitions import lifecycle, offload, reload, step
 from kvstate.transitions.step import Committed
@@ -74,10 +74,8 @@ class Kv:
 
     def spoil(self) -> None:
         """Spoil every free page of both tiers."""
-        now = self.manager.view()
-        for tier, pools in ((Tier.DEVICE, now.device), (Tier.HOST, now.host)):
-            for group, pool in enumerate(pools):
-                self.backend.poison(tier, group, pool.free)
+        for tier, group, pages in nobodys(self.manager.view()):
+            self.backend.poison(tier, group, pages)
 
     # -- programs
 
