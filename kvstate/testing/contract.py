@@ -6,6 +6,8 @@ Each check drives a KVManager over a fresh backend and raises AssertionError whe
     def test_my_backend_keeps_the_contract(check):
         check(my_backend)  # a callable (geometry, *, judge=None), see kvstate.testing.backends
 
+`GROUPS` are further checks, for a backend that drives several groups in the same bytes, with windows.
+
 Order and edges need an adversary that delays ops; here every op may have run when its submit returns.
 """
 
@@ -22,20 +24,28 @@ from kvstate.refusals import CopyFailed, ManagerPoisoned, Refusal
 from kvstate.state import Lease, OffloadClaim
 from kvstate.testing.backends import StampedBackend
 from kvstate.testing.judge import EdgeJudge
-from kvstate.types import Geometry, LabelFork, Segment, Step
+from kvstate.types import Geometry, Group, LabelFork, Segment, Step
+from kvstate.view import StreamView
 
 Make = Callable[..., StampedBackend]
 
 GEOMETRY = Geometry(pages=8, page_size=4, host_pages=8)
 
+WINDOW = 6
+SHARED = Geometry(
+    pages=16, page_size=4, host_pages=8, groups=(Group("full", 512), Group("window", 256, WINDOW))
+)  # fmt: skip
+"""Sectors of one page of the first group, or two of the second."""
+
 
 class Rig:
     """A manager over the backend under test, with one edge judge and tokens that are never used twice."""
 
-    def __init__(self, make: Make, *requests: str) -> None:
-        self.judge = EdgeJudge.of(GEOMETRY)
-        self.backend = make(GEOMETRY, judge=self.judge)
-        self.kv = KVManager(GEOMETRY, self.backend, debug=True)
+    def __init__(self, make: Make, *requests: str, geometry: Geometry = GEOMETRY) -> None:
+        self.geometry = geometry
+        self.judge = EdgeJudge.of(geometry)
+        self.backend = make(geometry, judge=self.judge)
+        self.kv = KVManager(geometry, self.backend, debug=True)
         self._next = 1
         for request in requests:
             self.kv.ingest(request)
@@ -69,18 +79,27 @@ class Rig:
         assert not isinstance(outcome, Refusal), outcome
         return written
 
-    def content(self, request: str, label: str = "main") -> list[Any]:
-        """Read a stream back, on the device or on the host."""
-        for stream in self.kv.view().streams:
-            if (stream.request, stream.label) == (request, label):
-                if stream.residency == "OnHost":
-                    return self.backend.read_host(stream.host[0], stream.length)
-                return self.backend.read(stream.device[0], stream.length)
-        raise KeyError(f"{request}/{label}")
+    def stream(self, request: str, label: str = "main") -> StreamView:
+        """Return the view of a stream."""
+        return next(s for s in self.kv.view().streams if (s.request, s.label) == (request, label))
 
-    def pages(self, request: str, label: str = "main") -> tuple[int, ...]:
+    def content(self, request: str, label: str = "main") -> list[Any]:
+        """Read a stream back, on the device or on the host; a group with a window has its last tokens."""
+        stream = self.stream(request, label)
+        on_host = stream.residency == "OnHost"
+        tables, read = (stream.host, self.backend.read_host) if on_host else (stream.device, self.backend.read)
+        size = self.geometry.page_size
+        whole, *others = (
+            read(table, stream.length - skipped * size, group)
+            for group, (table, skipped) in enumerate(zip(tables, stream.skipped, strict=True))
+        )
+        for group, (tokens, skipped) in enumerate(zip(others, stream.skipped[1:], strict=True), start=1):
+            assert tokens == whole[skipped * size :], f"{request}/{label} holds {tokens} in group {group}, not {whole}"
+        return whole
+
+    def pages(self, request: str, label: str = "main", group: int = 0) -> tuple[int, ...]:
         """Return a stream's device pages."""
-        return next(s.device[0] for s in self.kv.view().streams if (s.request, s.label) == (request, label))
+        return self.stream(request, label).device[group]
 
     def end(self) -> None:
         """Close, and see that no edge was missing."""
@@ -289,4 +308,132 @@ CONTRACT: Sequence[Callable[[Make], None]] = (
     completion_is_polled_and_only_rises,
     a_lost_device_refuses_everything,
     closing_twice_is_harmless,
+)
+
+
+# -- several groups
+
+
+def every_group_reads_back_what_steps_write(make: Make) -> None:
+    """Whole and in part, over page borders, and from the first page on that a window still needs."""
+    rig = Rig(make, "r", geometry=SHARED)
+    tokens: list[int] = []
+    for span in (3, 6, 1, 7):
+        [more] = rig.run(Step([Segment("r", span=span)]))
+        tokens += more
+        assert rig.content("r") == tokens
+    stream = rig.stream("r")
+    assert stream.skipped == (0, SHARED.skipped(1, 17)) == (0, 3)
+    held = stream.device[1]
+    assert rig.backend.load(1, held, 1, 4) == tokens[13:16]
+    assert rig.backend.read_many([held, held[1:]], [5, 1], 1) == [tokens[12:17], tokens[16:17]]
+    rig.end()
+
+
+def a_step_over_groups_writes_its_own_pages_only(make: Make) -> None:
+    """The sinks of all groups are nobody's; neighbours in a sector keep their tokens."""
+    rig = Rig(make, "r", "s", geometry=SHARED)
+    [kept, _] = rig.run(Step([Segment("r", span=5), Segment.padding(9)]))
+    [also] = rig.run(Step([Segment("s", span=3)]))
+    [more, _, few] = rig.run(Step([Segment("r", span=6), Segment.padding(2), Segment("s", span=9)]))
+    assert rig.content("r") == kept + more
+    assert rig.content("s") == also + few
+    rig.end()
+
+
+def a_sector_is_reused_by_another_group(make: Make) -> None:
+    """What a group gave back is written by another one, which reads back its own tokens, and nobody else's."""
+    rig = Rig(make, "r", "s", geometry=SHARED)
+    rig.run(Step([Segment("r", span=20)]))
+    before = rig.pages("r"), rig.pages("r", group=1)
+    rig.kv.reset("r")
+    tokens: list[int] = []
+    used: set[int] = set()
+    for _ in range(10):
+        [more] = rig.run(Step([Segment("s", span=2)]))
+        tokens += more
+        assert rig.content("s") == tokens
+        used |= {page // 2 for page in rig.pages("s", group=1)}
+    sectors_of_the_window = {page // 2 for page in before[1]}
+    assert used & set(before[0]) or set(rig.pages("s")) & sectors_of_the_window, "no sector changed its group"
+    rig.end()
+
+
+def what_a_group_writes_is_written_over_what_others_had_in_the_same_bytes(make: Make) -> None:
+    """A page of one group is gone when another group's page was written over it."""
+    rig = Rig(make, geometry=SHARED)
+    tokens = rig.stamps(4)
+    rig.backend.store(0, [3], 0, tokens)
+    rig.backend.store(1, [6], 0, rig.stamps(4))
+    assert not set(rig.backend.read([3], 4)) & set(tokens)
+    rig.backend.store(1, [6, 7], 0, tokens + rig.stamps(4))
+    rig.backend.store(0, [3], 0, rig.stamps(4))
+    assert not set(rig.backend.read([6], 4, 1)) & set(tokens)
+    rig.kv.close()
+
+
+def a_window_lets_pages_go_and_reads_on(make: Make) -> None:
+    """Pages that a window has left are granted to others while their old owner goes on."""
+    rig = Rig(make, "r", "s", geometry=SHARED)
+    [tokens] = rig.run(Step([Segment("r", span=4)]))
+    others: list[int] = []
+    first = rig.pages("r", group=1)
+    for _ in range(5):
+        more, few = rig.run(Step([Segment("r", span=2), Segment("s", span=2)]))
+        tokens, others = tokens + more, others + few
+        assert (rig.content("r"), rig.content("s")) == (tokens, others)
+    assert not set(first) & set(rig.pages("r", group=1))
+    rig.end()
+
+
+def offload_and_reload_move_what_each_group_holds(make: Make) -> None:
+    """A request comes back as it was in every group, onto other pages and sectors."""
+    rig = Rig(make, "r", "s", geometry=SHARED)
+    [tokens] = rig.run(Step([Segment("r", span=13)]))
+    pages = [rig.pages("r", group=group) for group in (0, 1)]
+    rig.kv.offload("r")
+    assert rig.content("r") == tokens
+    for group in (0, 1):
+        rig.backend.poison(Tier.DEVICE, group, pages[group])
+    rig.run(Step([Segment("s", span=6)]))
+    rig.kv.reload("r")
+    assert rig.content("r") == tokens
+    [more] = rig.run(Step([Segment("r", span=4)]))
+    assert rig.content("r") == tokens + more
+    rig.end()
+
+
+def forks_copy_the_partly_filled_page_of_every_group(make: Make) -> None:
+    """Source and target go their own ways in every group."""
+    rig = Rig(make, "r", geometry=SHARED)
+    [tokens] = rig.run(Step([Segment("r", span=10)]))
+    [main, cfg] = rig.run(Step([Segment("r"), Segment("r", "cfg", 2)], pre_forks=[LabelFork("main", "cfg")]))
+    assert (rig.content("r"), rig.content("r", "cfg")) == (tokens + main, tokens + cfg)
+    [more] = rig.run(Step([Segment("r")], post_forks=[LabelFork("main", "beam")]))
+    [last, beam] = rig.run(Step([Segment("r"), Segment("r", "beam")]))
+    assert rig.content("r") == tokens + main + more + last
+    assert rig.content("r", "beam") == tokens + main + more + beam
+    rig.end()
+
+
+def poisoned_pages_of_any_group_hold_nothing_to_rely_on(make: Make) -> None:
+    """What the harness spoils in one group reads back as something that was never written there."""
+    rig = Rig(make, "r", geometry=SHARED)
+    [tokens] = rig.run(Step([Segment("r", span=6)]))
+    full, window = rig.pages("r"), rig.pages("r", group=1)
+    rig.backend.poison(Tier.DEVICE, 1, window)
+    assert not set(rig.backend.read(window, 6, 1)) & set(tokens)
+    assert rig.backend.read(full, 6) == tokens
+    rig.kv.close()
+
+
+GROUPS: Sequence[Callable[[Make], None]] = (
+    every_group_reads_back_what_steps_write,
+    a_step_over_groups_writes_its_own_pages_only,
+    a_sector_is_reused_by_another_group,
+    what_a_group_writes_is_written_over_what_others_had_in_the_same_bytes,
+    a_window_lets_pages_go_and_reads_on,
+    offload_and_reload_move_what_each_group_holds,
+    forks_copy_the_partly_filled_page_of_every_group,
+    poisoned_pages_of_any_group_hold_nothing_to_rely_on,
 )
