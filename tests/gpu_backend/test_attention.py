@@ -8,6 +8,7 @@ sums run in another order: within 1e-4 of logits of size 5. Freed pages are fill
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
 
 import attrs
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 from gpu_backend.attention import gather_kv, paged_attention
 from gpu_backend.device_cache import dtype_of
+from gpu_backend.plan_tensors import PlanTensors
 from kvstate import LabelFork, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId
 from kvstate.ops import Plan, PlanView, Tier
 from kvstate.refusals import StalePlan
@@ -442,3 +446,87 @@ def test_a_query_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
         kv = both.backend.bind(plan)
         with pytest.raises(ValueError, match=r"'main' takes at least 3 rows of \(a multiple of 2, 8\)"):
             paged_attention(torch.zeros(shape), kv.layer_view(), kv.tensors())
+
+
+# -- windows
+
+
+def windowed(
+    page_size: int, starts: Sequence[int], spans: Sequence[int], window: int, kept: int | None = None
+) -> tuple[Tensor, Tensor, PlanTensors]:
+    """A label of several views in a group of `kept` tokens: query, layer view, addressing. Nobody needs what is NaN.
+
+    NaN are the pages that the window has left, which the addressing does not name, and those that nobody has.
+    """
+    draw = torch.Generator().manual_seed(window)
+    kept = kept or window
+    lengths = [start + span for start, span in zip(starts, spans, strict=True)]
+    skipped = [max(0, start - kept + 1) // page_size for start in starts]
+    counts = [-(-length // page_size) - left for length, left in zip(lengths, skipped, strict=True)]
+    view = torch.full((2 * sum(counts) + 1, 2, page_size, KV_HEADS, HEAD_DIM), float("nan"))
+    pages = torch.randperm(len(view), generator=draw)[: sum(counts)]
+    view[pages] = torch.randn(len(pages), *view.shape[1:], generator=draw)
+
+    def column(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    unused = column([])
+    tensors = PlanTensors(
+        label="main", window=kept, tokens=sum(spans), views=len(spans), bucket=sum(spans), decode=False,
+        span_max=max(spans), length_max=max(lengths), query_indptr=column([0, *accumulate(spans)]),
+        page_indptr=column([0, *accumulate(counts)]), page_indices=pages.int(), skipped=column(skipped),
+        last_page_lengths=unused, rows=unused, lengths=column(lengths), token_page=unused, token_slot=unused,
+        token_position=unused,
+    )  # fmt: skip
+    return torch.randn(sum(spans), HEADS, HEAD_DIM, generator=draw), view, tensors
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=3).filter(
+        lambda views: any(span for _, span in views)
+    ),
+    st.integers(1, 40),
+    st.integers(0, 9),
+)
+def test_a_token_sees_the_last_tokens_of_its_window_and_no_page_that_it_left(
+    page_size: int, views: list[tuple[int, int]], window: int, wider: int
+) -> None:
+    starts, spans = zip(*views, strict=True)
+    query, view, tensors = windowed(page_size, starts, spans, window, kept=window + wider)
+    found = paged_attention(query, view, tensors, window)
+    row = first_page = 0
+    for (start, span), skipped in zip(views, tensors.skipped.tolist(), strict=True):
+        for token in range(start, start + span):
+            scores, values = [], []
+            for seen in range(max(0, token - window + 1), token + 1):
+                page = int(tensors.page_indices[first_page + seen // page_size - skipped])
+                k, v = (rows.repeat_interleave(HEADS // KV_HEADS, dim=0) for rows in view[page, :, seen % page_size])
+                scores.append((query[row] * k).sum(dim=1) / HEAD_DIM**0.5)
+                values.append(v)
+            weights = torch.stack(scores).softmax(dim=0)
+            expected = (weights[:, :, None] * torch.stack(values)).sum(dim=0)
+            torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0)
+            row += 1
+        first_page += -(-(start + span) // page_size) - skipped
+    assert not found.isnan().any()
+
+
+def test_a_window_that_the_group_does_not_keep_is_refused() -> None:
+    query, view, tensors = windowed(4, [9], [3], 6)
+    assert torch.equal(paged_attention(query, view, tensors), paged_attention(query, view, tensors, 6))
+    for window in (7, 0):
+        with pytest.raises(ValueError, match=f"a window of {window} tokens was asked for; this group keeps the last 6"):
+            paged_attention(query, view, tensors, window)
+    everything = attrs.evolve(tensors, window=None, skipped=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="a token sees at least itself"):
+        paged_attention(query, view, everything, 0)
+
+
+def test_no_page_in_front_of_the_first_token_is_gathered() -> None:
+    view = torch.full((3, 2, PAGE, 2, 8), float("nan"))
+    view[1] = 1.0
+    k, v = gather_kv(view, torch.tensor([0, 1]), 7, first=4)
+    assert k.shape == (3, 2, 8) and bool((k == 1).all() and (v == 1).all())
+    with pytest.raises(ValueError, match=r"tokens -1 … 7 are not in these pages"):
+        gather_kv(view, torch.tensor([0, 1]), 7, first=-1)

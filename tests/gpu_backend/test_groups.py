@@ -1,4 +1,4 @@
-"""Several groups in one memory: each has its own pages, tables and sink, and a sector's bytes are one group's at a time.
+"""Several groups in one memory: each has its own pages, tables and sink, and a sector belongs to one group at a time.
 
 Here stands what needs no manager; what a manager does with groups is in test_decoder and test_group_steps.
 """
@@ -12,7 +12,6 @@ import torch
 
 from gpu_backend import CacheLayout, GroupLayout
 from gpu_backend.backend import TorchBackend, cpu_backend
-from gpu_backend.copier import PageOutOfRange
 from gpu_backend.device_cache import DeviceCache, dtype_of
 from gpu_backend.host_pool import HostPool
 from gpu_backend.queues import HostQueues
