@@ -7,7 +7,7 @@ sums run in another order: within 1e-4 of logits of size 5. Freed pages are fill
 
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +22,6 @@ import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional
 
 from gpu_backend.attention import gather_kv, paged_attention
 from gpu_backend.device_cache import dtype_of
@@ -34,76 +33,36 @@ from kvstate.transitions.offload import Offloaded
 from kvstate.transitions.reload import Reloaded
 from kvstate.transitions.step import Committed
 
+from .decoder import Decoder, History, Model
 from .rig import DTYPES, Rig, layout
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 4, 2, 8, 4
-WIDTH, WORDS, POSITIONS = HEADS * HEAD_DIM, 50, 128
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q, k, v), each ``(tokens, heads, head_dim)`` → what attention gives, ``(tokens, heads, head_dim)``."""
-
-
-class Decoder:
-    """Random weights, learned positions, grouped-query attention."""
-
-    def __init__(self) -> None:
-        draw = torch.Generator().manual_seed(0)
-
-        def weights(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw)
-
-        self.words, self.positions = weights(WORDS, WIDTH), weights(POSITIONS, WIDTH)
-        heads = ((WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM), (WIDTH, WIDTH))
-        self.layers = [tuple(weights(*shape) / WIDTH**0.5 for shape in heads) for _ in range(LAYERS)]
-
-    def __call__(self, words: Sequence[int], positions: Sequence[int], attend: Attend) -> Tensor:
-        x = functional.layer_norm(self.words[list(words)] + self.positions[list(positions)], (WIDTH,))
-        for layer, (qkv, out) in enumerate(self.layers):
-            q, k, v = (x @ qkv).view(len(words), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-            x = functional.layer_norm(x + attend(layer, q, k, v).reshape(len(words), WIDTH) @ out, (WIDTH,))
-        return x @ self.words.T
-
-    def without_cache(self, words: Sequence[int]) -> Tensor:
-        """Logits of a whole history at once."""
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = (rows.repeat_interleave(HEADS // KV_HEADS, dim=1) for rows in (k, v))
-            scores = torch.einsum("ihd,jhd->hij", q, k) / HEAD_DIM**0.5
-            hidden = torch.arange(len(words))[None, :] > torch.arange(len(words))[:, None]
-            return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, float("-inf")).softmax(dim=2), v)
-
-        return self(words, range(len(words)), attend)
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4
+MODEL = Model(windows=(None, None), heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
 @attrs.define
-class History:
-    """One stream, contiguous: K and V per layer; word and logits of every token, those that retention dropped too."""
+class Stream:
+    """One stream: its K and V; word and logits of every token, those that retention dropped too."""
 
-    k: list[Tensor]
-    v: list[Tensor]
+    kv: History
     words: list[int] = attrs.field(factory=list)
     logits: list[Tensor] = attrs.field(factory=list)
     released: int = 0
 
-    @classmethod
-    def empty(cls, dtype: torch.dtype) -> "History":
-        return cls(*([torch.empty(0, KV_HEADS, HEAD_DIM, dtype=dtype)] * LAYERS for _ in range(2)))
-
-    def copy(self) -> "History":
-        return History(list(self.k), list(self.v), list(self.words), list(self.logits), self.released)
+    def copy(self) -> "Stream":
+        return Stream(self.kv.copy(), list(self.words), list(self.logits), self.released)
 
     def keep(self, length: int) -> None:
         """Forget the tokens behind the first `length` stored ones."""
-        for rows in (self.k, self.v):
-            rows[:] = [own[:length] for own in rows]
+        self.kv.keep(length)
         del self.words[self.released + length :], self.logits[self.released + length :]
 
     def retain(self, policy: RetentionPolicy) -> None:
         """Drop the tokens of every page that lies outside the budget and the protected prefix."""
         first = -(-policy.protected_prefix // PAGE) * PAGE
-        stop = (len(self.k[0]) - policy.context_budget) // PAGE * PAGE
+        stop = (self.kv.length - policy.context_budget) // PAGE * PAGE
         if stop > first:
-            for rows in (self.k, self.v):
-                rows[:] = [torch.cat((own[:first], own[stop:])) for own in rows]
+            self.kv.keep(first, stop)
             self.released += stop - first
 
 
@@ -112,14 +71,12 @@ class Both:
 
     def __init__(self, dtype: str = "float32", **sizes: Any) -> None:
         sizes = {"pages": 40, "host_pages": 40, **sizes}
-        self.rig = Rig(
-            layout(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_size=PAGE, dtype=dtype, **sizes)
-        )
+        self.rig = Rig(MODEL.layout(page_size=PAGE, dtype=dtype, **sizes))
         self.manager, self.backend = self.rig.manager, self.rig.backend
         self.dtype = dtype_of(self.rig.layout)
-        self.model = Decoder()
+        self.model = Decoder(MODEL)
         self.draw = random.Random(0)
-        self.histories: dict[tuple[str, str], History] = {}
+        self.histories: dict[tuple[str, str], Stream] = {}
         self.configs: dict[str, RequestConfig] = {}
         self.compared = 0
         self.backend.memory.cache.bytes.fill_(0xFF)
@@ -129,9 +86,9 @@ class Both:
         self.manager.ingest(request, config)
         self.configs[request] = config or RequestConfig()
 
-    def of(self, view: PlanView) -> History:
+    def of(self, view: PlanView) -> Stream:
         assert view.request is not None
-        return self.histories.setdefault((view.request, view.label), History.empty(self.dtype))
+        return self.histories.setdefault((view.request, view.label), Stream(History(MODEL, self.dtype)))
 
     def fork(self, step: Step, forks: Sequence[LabelFork | StreamFork]) -> None:
         for fork in step.stream_forks(forks):
@@ -154,18 +111,16 @@ class Both:
     def run(self, plan: Plan, label: str, views: Sequence[PlanView], slot: str | None) -> None:
         kv = self.backend.bind(plan, slot)
         tensors = kv.tensors(label)
-        words = [self.draw.randrange(WORDS) for _ in range(tensors.bucket)]
-        starts: list[int] = []
+        words = [self.draw.randrange(MODEL.vocabulary) for _ in range(tensors.bucket)]
         positions: list[int] = []
         begun: dict[int, int] = {}
         for view in views:
             start = 0
             if not view.sink:
                 own = self.of(view)
-                start = begun.get(id(own), len(own.k[0]))
+                start = begun.get(id(own), own.kv.length)
                 begun[id(own)] = start + view.span
                 assert view.start == start
-            starts.append(start)
             first = 0 if view.sink else self.of(view).released + start
             positions.extend(range(first, first + view.span))
         assert tensors.token_position[: len(positions)].tolist() == positions
@@ -178,22 +133,12 @@ class Both:
         def contiguous(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found = torch.zeros_like(q)
             first = 0
-            for view, start in zip(views, starts, strict=True):
+            for view in views:
                 rows = slice(first, first + view.span)
                 first += view.span
                 if view.sink:
                     continue
-                own = self.of(view)
-                own.k[layer] = torch.cat((own.k[layer], k[rows].to(self.dtype)))
-                own.v[layer] = torch.cat((own.v[layer], v[rows].to(self.dtype)))
-                seen = torch.arange(start + view.span)[None, :] <= torch.arange(start, start + view.span)[:, None]
-                keys, values = (
-                    stored[layer].to(q.dtype).transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, dim=0)
-                    for stored in (own.k, own.v)
-                )
-                found[rows] = functional.scaled_dot_product_attention(
-                    q[rows].transpose(0, 1), keys, values, attn_mask=seen
-                ).transpose(0, 1)
+                found[rows] = self.of(view).kv.attend(layer, q[rows], k[rows], v[rows])
             return found
 
         logits, expected = self.model(words, positions, paged), self.model(words, positions, contiguous)
