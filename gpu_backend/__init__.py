@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpu_backend.backend import TorchBackend, cpu_backend
     from gpu_backend.kv_io import KVAccess
-    from gpu_backend.layout import CacheLayout
+    from gpu_backend.layout import CacheLayout, GroupLayout
 
-__all__ = ["CacheLayout", "KVAccess", "TorchBackend", "cpu_backend"]
+__all__ = ["CacheLayout", "GroupLayout", "KVAccess", "TorchBackend", "cpu_backend"]
 
 _HOMES = {
     "CacheLayout": "gpu_backend.layout",
+    "GroupLayout": "gpu_backend.layout",
     "KVAccess": "gpu_backend.kv_io",
     "TorchBackend": "gpu_backend.backend",
     "cpu_backend": "gpu_backend.backend",

@@ -6,6 +6,7 @@ does. On the CPU everything has run when ``submit`` returns, by the same code.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from gpu_backend.copier import Copier
-from gpu_backend.device_cache import DeviceCache
+from gpu_backend.device_cache import DeviceCache, GroupMemory
 from gpu_backend.host_pool import HostPool
 from gpu_backend.kv_io import KVAccess
-from gpu_backend.layout import CacheLayout
+from gpu_backend.layout import CacheLayout, GroupLayout
 from gpu_backend.page_tables import PageTables
 from gpu_backend.plan_tensors import Addressing
 from gpu_backend.queues import Queues, Staging, queues_for
@@ -27,6 +28,9 @@ from kvstate.errors import KVStateError, Poisoned, SubmitError
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan, StepBegin, StepEnd, Tier
 from kvstate.ordering import Clock, Queue
 from kvstate.types import Geometry
+
+_LONGEST_TOKENS = 4096
+"""Of sequences in a cache of windows only, at least."""
 
 
 class Judge(Protocol):
@@ -66,13 +70,29 @@ class _Memory:
         self.cache = DeviceCache(layout, queues.device)
         self.pool = HostPool(layout, queues)
         staging = Staging(queues)
-        self.tables = PageTables(rows, layout.pages_per_sequence, layout.sink, queues, staging)
-        self.addressing = Addressing(self.tables, queues, staging, layout.page_size, layout.sink)
+        self.tables = PageTables(rows, layout.pages_per_sequence, layout.sinks, queues, staging)
+        self.addressing = Addressing(self.tables, queues, staging, layout)
         self.slots: dict[str, KVAccess] = {}
 
-    def pages(self, tier: Tier) -> Tensor:
-        """Return the bytes of the pages of a tier that copies may name: the sink is none of them."""
-        return self.cache.bytes[:-1] if tier is Tier.DEVICE else self.pool.bytes
+    def group(self, tier: Tier, group: int) -> GroupMemory:
+        """Return the memory of a group in a tier.
+
+        Raises
+        ------
+        IndexError
+            When there is no such group.
+        """
+        groups = self.cache.groups if tier is Tier.DEVICE else self.pool.groups
+        if not 0 <= group < len(groups):
+            layout = self.cache.layout
+            names = ", ".join(f"{number} ({own.name})" for number, own in enumerate(layout.groups))
+            raise IndexError(f"cache {layout.name!r} has groups {names}, not {group}")
+        return groups[group]
+
+    def pages(self, tier: Tier, group: int = 0) -> Tensor:
+        """Return the bytes of the pages of a group in a tier that copies may name: the sink is none of them."""
+        own = self.group(tier, group).bytes
+        return own[:-1] if tier is Tier.DEVICE else own
 
 
 class TorchBackend:
@@ -124,7 +144,7 @@ class TorchBackend:
         self._closed = False
         # Guards the launches and the release of the memory: models bind while others launch and close.
         self._lock = threading.Lock()
-        self._code: StampCode | None = None
+        self._codes: tuple[StampCode, ...] = ()
 
     # -- the Backend protocol
 
@@ -177,8 +197,9 @@ class TorchBackend:
             self.queues.follow(op.queue, op.after)
         if isinstance(op, (ForkCopy, CopyOut, CopyIn)):
             memory = self.memory
-            for copies in op.copies:
-                self.copier.copy(op.queue, memory.pages(op.target_tier), memory.pages(op.source_tier), copies)
+            for group, copies in enumerate(op.copies):
+                target, source = memory.pages(op.target_tier, group), memory.pages(op.source_tier, group)
+                self.copier.copy(op.queue, target, source, copies)
         elif isinstance(op, StepBegin):
             self._begin(op)
 
@@ -287,9 +308,9 @@ class TorchBackend:
         """Return ``(pages + 1, 2, page_size, heads, head_dim)`` of a layer; see `DeviceCache.layer_view`."""
         return self.memory.cache.layer_view(layer)
 
-    def page_tables(self) -> Tensor:
-        """Return the page-table rows, for kernels that take block tables; ``PlanTensors.rows`` says which."""
-        return self.memory.tables.tensor
+    def page_tables(self, group: int = 0) -> Tensor:
+        """Return a group's page-table rows, for kernels that take block tables; ``PlanTensors.rows`` says which."""
+        return self.memory.tables.tensors[group]
 
     def _launch(self, plan: Plan) -> _Launch:
         with self._lock:
@@ -301,14 +322,21 @@ class TorchBackend:
     # -- stamps, for `kvstate run` and `kvstate check`
 
     @property
-    def code(self) -> StampCode:
-        """How stamps are written, made when first asked for: layouts of odd sizes have none."""
-        if self._code is None:
-            self._code = StampCode(self.layout, self.queues.device)
-        return self._code
+    def codes(self) -> tuple[StampCode, ...]:
+        """How stamps are written, per group; made when first asked for: layouts of odd sizes have none."""
+        if not self._codes:
+            parts = enumerate(self.layout.parts)
+            self._codes = tuple(StampCode(part, self.queues.device, group) for group, part in parts)
+        return self._codes
+
+    def _words(self, group: int, tier: Tier = Tier.DEVICE) -> Tensor:
+        memory = self.memory.group(tier, group)
+        return self.codes[group].words(memory.bytes)
 
     def write(self, plan: Plan, place: int, stamps: Sequence[Any]) -> None:
         """Write what segment `place` of a launched step computes, one stamp per token, where the plan's tensors say.
+
+        Every group gets the same stamps.
 
         Raises
         ------
@@ -323,11 +351,12 @@ class TorchBackend:
         if launch.places is None:
             launch.places = _places(plan)
         label, first = launch.places[place]
-        tensors = access.tensors(label)
         chosen = slice(first, first + view.span)
         with self.queues.on(Queue.COMPUTE):
-            words = self.code.words(self.memory.cache.bytes)
-            self.code.put(words, tensors.token_page[chosen], tensors.token_slot[chosen], stamps)
+            for group, own in enumerate(self.layout.groups):
+                tensors = access.tensors(label, layer=own.layers[0])
+                pages, slots = tensors.token_page[chosen], tensors.token_slot[chosen]
+                self.codes[group].put(self._words(group), pages, slots, stamps)
 
     def read(self, table: Sequence[int], length: int, group: int = 0) -> list[Any]:
         """Return the device stamps of tokens ``0 … length`` of a page table."""
@@ -344,49 +373,46 @@ class TorchBackend:
             for name, queue in (("out", Queue.COPY_OUT), ("in", Queue.COPY_IN))
         }
 
-    def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[Any]]:
+    def read_many(self, tables: Sequence[Sequence[int]], lengths: Sequence[int], group: int = 0) -> list[list[Any]]:
         """Return what `read` gives of each table, by one gather."""
         with self.queues.on(Queue.COMPUTE):
-            return self.code.get(self.code.words(self.memory.cache.bytes), tables, lengths)
+            words = self._words(group)
+            return self.codes[group].get(words, tables, lengths)
 
     def load(self, group: int, table: Sequence[int], start: int, stop: int, tier: Tier = Tier.DEVICE) -> list[Any]:
         """Return the stamps of tokens ``start … stop``; token 0 is the first of ``table[0]``.
+
+        Pages in front of token `start` are not read.
 
         Raises
         ------
         IndexError
             When the table ends before `stop`, or names a page that does not exist.
         """
-        self._one_group(group)
         size = self.layout.page_size
-        skipped = start // size
+        passed = start // size
         with self.queues.on(Queue.COMPUTE):
-            words = self.code.words(self.memory.cache.bytes if tier is Tier.DEVICE else self.memory.pool.bytes)
-            [stamps] = self.code.get(words, [table[skipped:]], [stop - skipped * size])
-        return stamps[start - skipped * size :]
+            words = self._words(group, tier)
+            [stamps] = self.codes[group].get(words, [table[passed:]], [stop - passed * size])
+        return stamps[start - passed * size :]
 
     def store(self, group: int, table: Sequence[int], start: int, stamps: Sequence[Any]) -> None:
         """Write device stamps from token `start` on; token 0 is the first of ``table[0]``."""
-        self._one_group(group)
         size = self.layout.page_size
         tokens = range(start, start + len(stamps))
         with self.queues.on(Queue.COMPUTE):
+            words = self._words(group)
             device = self.queues.device
             pages = torch.tensor([table[token // size] for token in tokens], dtype=torch.int32, device=device)
             slots = torch.tensor([token % size for token in tokens], dtype=torch.int32, device=device)
-            self.code.put(self.code.words(self.memory.cache.bytes), pages, slots, stamps)
+            self.codes[group].put(words, pages, slots, stamps)
 
     def poison(self, tier: Tier, group: int, pages: Iterable[int]) -> None:
         """Spoil `pages`, which became free or are about to be given back."""
-        self._one_group(group)
         with self.queues.on(Queue.COMPUTE):
-            (self.memory.cache if tier is Tier.DEVICE else self.memory.pool).poison(pages)
+            self.memory.group(tier, group).poison(pages)
         # Whoever is granted the pages next writes them on any queue, and no edge names a harness.
         self.queues.mark(Queue.COMPUTE).wait()
-
-    def _one_group(self, group: int) -> None:
-        if group:
-            raise IndexError(f"cache {self.layout.name!r} has one group, 0, not {group}")
 
 
 def _places(plan: Plan) -> list[tuple[str, int]]:
@@ -408,19 +434,37 @@ def cpu_backend(
     Parameters
     ----------
     geometry
-        Pages and page size; its page bytes are replaced by those of the layout.
+        Pages, page size and windows. Its page bytes are replaced by those of the layout; those of several groups keep
+        their ratio, so a sector holds as many pages of each.
     judge
         Is shown every op.
     layers, kv_heads, head_dim
-        Small by default: what is checked is where bytes go, not how many.
+        Small by default: what is checked is where bytes go, not how many. Of several groups, those with larger pages
+        have more layers.
     """
-    layout = CacheLayout(
+    return TorchBackend(_layout_for(geometry, layers, kv_heads, head_dim), "cpu", judge)
+
+
+def _layout_for(geometry: Geometry, layers: int, kv_heads: int, head_dim: int) -> CacheLayout:
+    """Return a layout with the page numbers of `geometry`: as many pages of each group, at the same places."""
+    share = math.gcd(*(group.page_bytes for group in geometry.groups))
+    groups = []
+    first = 0
+    for group in geometry.groups:
+        last = first + layers * group.page_bytes // share
+        groups.append(GroupLayout(group.name, range(first, last), kv_heads, head_dim, group.window))
+        first = last
+    # Windows alone bound no sequence; the page tables must.
+    bounded = any(group.window is None for group in geometry.groups)
+    longest = None if bounded else max(_LONGEST_TOKENS, 8 * max(geometry.group_pages) * geometry.page_size)
+    small = CacheLayout(
         name=geometry.name,
-        layers=layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        groups=groups,
         page_size=geometry.page_size,
         pages=geometry.pages,
         host_pages=geometry.host_pages,
+        max_seq_len=longest,
     )
-    return TorchBackend(layout, "cpu", judge)
+    # The layout's own sectors may be smaller, by the same number for every group.
+    sectors = geometry.pages_per_sector[0] // small.geometry().pages_per_sector[0]
+    return attrs.evolve(small, pages=geometry.pages * sectors, host_pages=geometry.host_pages * sectors)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpu_backend.device_cache import paged, poison
+from torch import Tensor
+
+from gpu_backend.device_cache import divided
 from gpu_backend.layout import CacheLayout
 from gpu_backend.queues import Queues
 
@@ -22,9 +24,9 @@ class HostPool:
     Attributes
     ----------
     bytes
-        ``(host_pages, page_bytes)``, uint8.
-    storage
-        ``(host_pages, layers, 2, page_size, heads, head_dim)``, the same memory.
+        ``(sectors, sector_bytes)``, uint8; with one group a sector is a page.
+    groups
+        The same memory as pages, per group.
 
     Raises
     ------
@@ -35,10 +37,16 @@ class HostPool:
 
     def __init__(self, layout: CacheLayout, queues: Queues) -> None:
         self.layout = layout
-        memory = queues.host_memory(layout.host_pages * layout.page_bytes, f"the host pool of {layout.name!r}")
-        self.bytes = memory.view(layout.host_pages, layout.page_bytes)
-        self.storage = paged(self.bytes, layout)
+        memory = queues.host_memory(layout.host_pages * layout.sector_bytes, f"the host pool of {layout.name!r}")
+        self.bytes = memory.view(layout.host_pages, layout.sector_bytes)
+        self.groups = divided(memory, layout, layout.geometry().host_group_pages)
 
-    def poison(self, pages: Iterable[int]) -> None:
-        """Spoil `pages`, for tests."""
-        poison(self.bytes, pages)
+    @property
+    def storage(self) -> Tensor:
+        """``(host_pages, layers, 2, page_size, heads, head_dim)`` of a pool with one group."""
+        [group] = self.groups
+        return group.storage
+
+    def poison(self, pages: Iterable[int], group: int = 0) -> None:
+        """Spoil `pages` of a group, for tests."""
+        self.groups[group].poison(pages)

@@ -66,12 +66,13 @@ class KVAccess:
 
     def __init__(self, cache: DeviceCache) -> None:
         self._cache = cache
+        self._places = cache.layout.places
         self._dtype = dtype_of(cache.layout)
-        self._tensors: dict[str, PlanTensors] = {}
+        self._tensors: dict[str, tuple[PlanTensors, ...]] = {}
         self._layer = 0
         self._label = MAIN
 
-    def rebind(self, tensors: Mapping[str, PlanTensors]) -> None:
+    def rebind(self, tensors: Mapping[str, tuple[PlanTensors, ...]]) -> None:
         """Turn to another plan; the defaults are what they were at first."""
         self._tensors = dict(tensors)
         self._layer = 0
@@ -83,14 +84,15 @@ class KVAccess:
         return tuple(self._tensors)
 
     def set_layer(self, layer: int) -> None:
-        """Make `layer` the default until the next plan.
+        """Make `layer` (the model's number) the default until the next plan.
 
         Raises
         ------
         IndexError
             When there is no such layer.
         """
-        self._layer = self._checked(layer)
+        self._place(layer)
+        self._layer = layer
 
     def set_label(self, label: str) -> None:
         """Make `label` the default until the next plan.
@@ -100,26 +102,24 @@ class KVAccess:
         LabelNotPlanned
             When the current plan does not have it.
         """
-        self.tensors(label)
+        self._planned(label)
         self._label = label
 
-    def tensors(self, label: str | None = None) -> PlanTensors:
-        """Return the addressing of a plan label.
+    def tensors(self, label: str | None = None, *, layer: int | None = None) -> PlanTensors:
+        """Return the addressing of a plan label in the group of a layer.
 
         Raises
         ------
         LabelNotPlanned
             When the current plan does not have it.
         """
-        name = self._label if label is None else label
-        found = self._tensors.get(name)
-        if found is None:
-            raise LabelNotPlanned(name, self.labels)
-        return found
+        group, _ = self._place(layer)
+        return self._planned(label)[group]
 
     def layer_view(self, layer: int | None = None) -> Tensor:
         """Return ``(pages + 1, 2, page_size, heads, head_dim)`` of a layer: what attention kernels take, no copy."""
-        return self._cache.layer_view(self._layer if layer is None else layer)
+        group, place = self._place(layer)
+        return self._cache.groups[group].storage[:, place].view(self._dtype)
 
     def write_kv(
         self, k: Tensor, v: Tensor, *, layer: int | None = None, label: str | None = None, read_back: bool = False
@@ -129,8 +129,8 @@ class KVAccess:
         Parameters
         ----------
         k, v
-            ``(tokens or more, heads, head_dim)``, packed like the label. Of the rows behind the tokens, those that a
-            static buffer has addresses for go to the sink, the rest nowhere. Another dtype is converted.
+            ``(tokens or more, heads, head_dim)`` of the layer, packed like the label. Of the rows behind the tokens,
+            those that a static buffer has addresses for go to the sink, the rest nowhere. Another dtype is converted.
         layer, label
             In place of the defaults.
         read_back
@@ -143,17 +143,18 @@ class KVAccess:
         ValueError
             When a shape does not fit.
         """
-        tensors = self.tensors(label)
-        layer = self._checked(layer)
-        layout = self._cache.layout
+        group, place = self._place(layer)
+        tensors = self._planned(label)[group]
+        memory = self._cache.groups[group]
+        heads, head_dim = memory.layout.heads, memory.layout.head_dim
         for name, rows in (("k", k), ("v", v)):
-            if rows.shape[1:] != (layout.heads, layout.head_dim) or rows.shape[0] < tensors.tokens:
+            if rows.shape[1:] != (heads, head_dim) or rows.shape[0] < tensors.tokens:
                 raise ValueError(
                     f"{name} has shape {tuple(rows.shape)}; label {tensors.label!r} takes at least {tensors.tokens} "
-                    f"rows of ({layout.heads}, {layout.head_dim})"
+                    f"rows of ({heads}, {head_dim})"
                 )
         torch.ops.kvstate.write_kv(
-            self._cache.storage, self._stored(k), self._stored(v), tensors.token_page, tensors.token_slot, layer
+            memory.storage, self._stored(k), self._stored(v), tensors.token_page, tensors.token_slot, place
         )
         return self.read_kv(layer=layer, label=label) if read_back else None
 
@@ -165,16 +166,25 @@ class KVAccess:
         LabelNotPlanned
             When the current plan does not have the label.
         """
-        tensors = self.tensors(label)
-        slots = self._cache.storage[:, self._checked(layer)]
+        group, place = self._place(layer)
+        tensors = self._planned(label)[group]
+        slots = self._cache.groups[group].storage[:, place]
         return slots[tensors.token_page, :, tensors.token_slot].view(self._dtype)
 
-    def _checked(self, layer: int | None) -> int:
-        """Return `layer` or the default; an index that wraps around would be another layer's cache."""
+    def _planned(self, label: str | None) -> tuple[PlanTensors, ...]:
+        """Return the tensors of `label` or the default, per group."""
+        name = self._label if label is None else label
+        found = self._tensors.get(name)
+        if found is None:
+            raise LabelNotPlanned(name, self.labels)
+        return found
+
+    def _place(self, layer: int | None) -> tuple[int, int]:
+        """Return group and place of `layer` or the default; an index that wraps around would be another's cache."""
         layer = self._layer if layer is None else layer
-        if not 0 <= layer < self._cache.layout.layers:
-            raise IndexError(f"{self._cache.layout.name} has layers 0 … {self._cache.layout.layers - 1}, not {layer}")
-        return layer
+        if not 0 <= layer < len(self._places):
+            raise IndexError(f"{self._cache.layout.name} has layers 0 … {len(self._places) - 1}, not {layer}")
+        return self._places[layer]
 
     def _stored(self, rows: Tensor) -> Tensor:
-        return rows.to(self._dtype).view(self._cache.storage.dtype)
+        return rows.to(self._dtype).view(self._cache.groups[0].storage.dtype)

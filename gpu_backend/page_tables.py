@@ -1,4 +1,4 @@
-"""Page tables on the device: one row per stream, kept from step to step.
+"""Page tables on the device: one row per stream, in the table of every group, kept from step to step.
 
 A launch uploads what its tables have beyond what their rows hold. What a row holds is the table (a value of the core)
 that was uploaded into it last, not what some plan expected it to hold: a plan that is cancelled, or a launch that
@@ -34,17 +34,21 @@ class Table(Protocol):
         """Tell, without looking at pages, that this begins with all of `older`; False decides nothing."""
 
     def part(self, start: int, stop: int) -> list[int]:
-        """Return pages ``start … stop``."""
+        """Return pages ``start … stop``. At places that a window has left it may name anything: nobody reads them."""
 
 
 @attrs.define(eq=False)
 class _Row:
-    """What a row holds. `readers` counts the launches that are running on it; `used` orders rows by their last use."""
+    """What a row holds, per group. `readers` counts the launches that are running on it; `used` orders by last use."""
 
     stream: tuple[str | None, str] | None = None
-    table: Table | None = None
+    tables: tuple[Table, ...] | None = None
     readers: int = 0
     used: int = 0
+
+
+Changed = dict[tuple[int, int], tuple[int, Table]]
+"""(group, row) → from which place on the row must be uploaded, and the table."""
 
 
 class PageTables:
@@ -56,16 +60,17 @@ class PageTables:
         Streams that can be on the device at once; the sink's row comes on top.
     width
         Pages of the longest sequence.
-    sink
-        The sink page.
+    sinks
+        The sink page of each group.
     queues, staging
         Of the device; rows change on the compute queue, behind the steps that read them.
 
     Attributes
     ----------
-    tensor
-        ``(rows + 1, width)``, int32, never moved. Row 0 is all sink. Behind the pages of its table a row holds pages of
-        earlier tables, or the sink: no page number is out of range.
+    tensors
+        ``(rows + 1, width)`` per group, int32, never moved; a stream has the same row in all of them. Row 0 is all
+        sink. Behind the pages of its table a row holds pages of earlier tables, or the sink: no page number is out of
+        range.
     uploaded
         Page numbers uploaded so far.
 
@@ -75,20 +80,24 @@ class PageTables:
     when a request is removed and ingested again while its step runs.
     """
 
-    def __init__(self, rows: int, width: int, sink: int, queues: Queues, staging: Staging) -> None:
-        if rows < 1 or (rows + 1) * width >= 1 << 31:
+    def __init__(self, rows: int, width: int, sinks: Sequence[int], queues: Queues, staging: Staging) -> None:
+        self.groups = range(len(sinks))
+        if rows < 1 or (rows + 1) * width * len(sinks) >= 1 << 31:
             raise ValueError(f"{rows} page-table rows of {width} pages cannot be addressed; use fewer, at least 1")
         self.width = width
         self.uploaded = 0
         self._queues = queues
         self._staging = staging
-        self.tensor = torch.full((rows + 1, width), sink, dtype=torch.int32, device=queues.device)
+        self._memory = torch.empty(len(sinks), rows + 1, width, dtype=torch.int32, device=queues.device)
+        self.tensors = self._memory.unbind()
+        for tensor, sink in zip(self.tensors, sinks, strict=True):
+            tensor.fill_(sink)
         self._rows = [_Row() for _ in range(rows + 1)]
         self._of: dict[tuple[str | None, str], int] = {}
         self._free = list(range(rows, 0, -1))
         self._clock = 0
 
-    def enter(self, views: Sequence[PlanView], group: int = 0) -> tuple[int, ...]:
+    def enter(self, views: Sequence[PlanView]) -> tuple[int, ...]:
         """Bring the rows of `views` up to date and return them; they stay until `leave`. Called at launch entry.
 
         Raises
@@ -98,15 +107,15 @@ class PageTables:
         """
         self._clock += 1
         entered: list[int] = []
-        changed: dict[int, tuple[int, Table]] = {}
+        changed: Changed = {}
         try:
             for view in views:
-                entered.append(self._enter(view, group, changed))
+                entered.append(self._enter(view, changed))
             self._upload(changed)
         except BaseException:
             # Nothing is known of a row whose upload did not happen.
-            for place in changed:
-                self._rows[place].table = None
+            for _, place in changed:
+                self._rows[place].tables = None
             self.leave(entered)
             raise
         return tuple(entered)
@@ -117,37 +126,32 @@ class PageTables:
             row = self._rows[place]
             row.readers -= 1
             if not row.readers and row.stream is None and place != SINK_ROW:
-                row.table = None
+                row.tables = None
                 self._free.append(place)
 
-    def _enter(self, view: PlanView, group: int, changed: dict[int, tuple[int, Table]]) -> int:
-        """Return the row of one view; note in `changed` from which place on it must be uploaded."""
+    def _enter(self, view: PlanView, changed: Changed) -> int:
+        """Return the row of one view; note in `changed` what must be uploaded of it."""
         if view.sink or not view.sources:
             place = SINK_ROW
         else:
-            if len(view.tables[group]) > self.width:
+            # Tables are as long in one group as in another: a window leaves places behind, it does not close them.
+            if len(view.pages) > self.width:
                 raise SubmitError(
-                    f"{view.request}/{view.label} has {view.length} tokens in {len(view.tables[group])} pages, "
+                    f"{view.request}/{view.label} has {view.length} tokens in {len(view.pages)} pages, "
                     f"and a page table holds {self.width}; raise max_seq_len"
                 )
-            place = self._row_of(view, view.sources[group], changed)
+            place = self._row_of(view, changed)
         row = self._rows[place]
         row.readers += 1
         row.used = self._clock
         return place
 
-    def _row_of(self, view: PlanView, table: Table, changed: dict[int, tuple[int, Table]]) -> int:
+    def _row_of(self, view: PlanView, changed: Changed) -> int:
         stream = (view.request, view.label)
         place = self._of.get(stream)
         if place is not None:
             row = self._rows[place]
-            held = row.table
-            if held is table or (held is not None and held.extends(table)):
-                return place
-            if held is not None and table.extends(held):
-                start = changed[place][0] if place in changed else held.count
-                changed[place] = (start, table)
-                row.table = table
+            if row.tables is not None and self._extend(place, row, view.sources, changed):
                 return place
         if place is None or self._rows[place].readers:
             taken = self._take()
@@ -157,9 +161,31 @@ class PageTables:
             place = taken
             self._rows[place].stream = stream
             self._of[stream] = place
-        self._rows[place].table = table
-        changed[place] = (0, table)
+        self._rows[place].tables = view.sources
+        for group, table in enumerate(view.sources):
+            changed[group, place] = (0, table)
         return place
+
+    def _extend(self, place: int, row: _Row, tables: tuple[Table, ...], changed: Changed) -> bool:
+        """Note what `tables` have beyond a row that holds the beginning of each; tell whether it does."""
+        if row.tables is tables:
+            return True
+        assert row.tables is not None
+        held = list(row.tables)
+        grown: Changed = {}
+        for group, table in enumerate(tables):
+            older = held[group]
+            if older is table or older.extends(table):
+                continue
+            if not table.extends(older):
+                return False
+            start = changed[group, place][0] if (group, place) in changed else older.count
+            grown[group, place] = (start, table)
+            held[group] = table
+        if grown:
+            changed.update(grown)
+            row.tables = tuple(held)
+        return True
 
     def _take(self) -> int:
         """Return a free row, or the one used longest ago."""
@@ -177,12 +203,12 @@ class PageTables:
             del self._of[stream]
         return place
 
-    def _upload(self, changed: dict[int, tuple[int, Table]]) -> None:
+    def _upload(self, changed: Changed) -> None:
         """Write the new entries of all rows by one upload and one scatter."""
         places, pages = array("i"), array("i")
-        for place, (start, table) in changed.items():
+        for (group, place), (start, table) in changed.items():
             fresh = table.part(start, min(table.count, self.width))
-            base = place * self.width
+            base = (group * len(self._rows) + place) * self.width
             places.extend(range(base + start, base + start + len(fresh)))
             pages.extend(fresh)
         count = len(pages)
@@ -190,7 +216,7 @@ class PageTables:
             return
         both = self._staging.upload(torch.frombuffer(places + pages, dtype=torch.int32))
         with self._queues.on(Queue.COMPUTE):
-            self.tensor.view(-1).index_put_((both[:count],), both[count:])
+            self._memory.view(-1).index_put_((both[:count],), both[count:])
         self.uploaded += count
 
     def streams(self) -> Iterator[tuple[int, str]]:

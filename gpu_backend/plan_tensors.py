@@ -9,9 +9,9 @@ Views are packed in the order of ``plan.views``; their tokens likewise::
     token_page      where its K and V go
     token_slot      … and the slot there
 
-What is per view is made on the host and uploaded by one transfer. What is per page or per token is gathered from the
-page-table rows on the device, except where every view computes one token (decode): then the page and slot of each are
-in that transfer too.
+What is per view is made on the host and uploaded by one transfer, of all groups. What is per page or per token is
+gathered from the page-table rows on the device, except where every view computes one token (decode): then the page and
+slot of each are in that transfer too. Groups differ in which pages there are, and in nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from gpu_backend.layout import CacheLayout
 from gpu_backend.page_tables import SINK_ROW, PageTables
 from gpu_backend.queues import Queues, Staging
 from kvstate.errors import KVStateError
@@ -38,12 +39,14 @@ class CaptureLengthError(KVStateError, ValueError):
 
 @attrs.frozen(eq=False, kw_only=True)
 class PlanTensors:
-    """One plan label of one plan. All tensors are int32, on the device.
+    """One plan label of one plan, in one group. All tensors are int32, on the device.
 
     Parameters
     ----------
     label
         The plan label.
+    window
+        Tokens that a token sees in this group, itself included; None: all before it.
     tokens, views
         Computed tokens, and views, that count.
     bucket
@@ -57,11 +60,15 @@ class PlanTensors:
         ``(views + 1,)`` Where each view's tokens, and pages, begin. In static buffers there are `bucket` views: behind
         those that count come views of one sink token each, then empty ones.
     page_indices
-        ``(pages,)`` The pages that the views read, view by view. In static buffers, longer.
+        ``(pages,)`` The pages that the views read, view by view, without those that the window has left. In static
+        buffers, longer.
+    skipped
+        ``(views,)`` How many pages that are, per view: its first page here holds token ``skipped × page_size``.
     last_page_lengths
         ``(views,)`` Tokens in each view's last page; 0 where it has none.
     rows, lengths
-        ``(views,)`` Each view's row in ``PageTables.tensor``, and the tokens it reads.
+        ``(views,)`` Each view's row in ``PageTables.tensors``, and the tokens it has, those skipped included. A row has
+        them too, as pages that nobody may read.
     token_page, token_slot
         ``(bucket,)`` Where each computed token is stored.
     token_position
@@ -69,6 +76,7 @@ class PlanTensors:
     """
 
     label: str
+    window: int | None
     tokens: int
     views: int
     bucket: int
@@ -78,6 +86,7 @@ class PlanTensors:
     query_indptr: Tensor
     page_indptr: Tensor
     page_indices: Tensor
+    skipped: Tensor
     last_page_lengths: Tensor
     rows: Tensor
     lengths: Tensor
@@ -87,24 +96,40 @@ class PlanTensors:
 
 
 @attrs.frozen(eq=False)
+class _Pages:
+    """What is uploaded for one group."""
+
+    page_indptr: Tensor
+    skipped: Tensor
+    token_page: Tensor
+
+
+@attrs.frozen(eq=False)
 class _Columns:
     """What is uploaded, in one block: per view, and per token where the host knows that too."""
 
     query_indptr: Tensor
-    page_indptr: Tensor
     last_page_lengths: Tensor
     rows: Tensor
     lengths: Tensor
     starts: Tensor
     positions: Tensor
-    token_page: Tensor
     token_slot: Tensor
     token_position: Tensor
+    groups: tuple[_Pages, ...]
+
+    @classmethod
+    def of(cls, block: Tensor, views: int, tokens: int, groups: int) -> _Columns:
+        """Divide a block into its columns."""
+        sizes = [views + 1] + [views] * 5 + [tokens] * 2 + [views + 1, views, tokens] * groups
+        query_indptr, last, rows, lengths, starts, positions, slots, position, *own = torch.split(block, sizes)
+        pages = tuple(_Pages(*own[at : at + 3]) for at in range(0, len(own), 3))
+        return cls(query_indptr, last, rows, lengths, starts, positions, slots, position, pages)
 
     @staticmethod
-    def sizes(views: int, tokens: int) -> list[int]:
-        """Return the length of each column."""
-        return [views + 1] * 2 + [views] * 5 + [tokens] * 3
+    def size(views: int, tokens: int, groups: int) -> int:
+        """Return the length of a block."""
+        return 6 * views + 1 + 2 * tokens + groups * (2 * views + 1 + tokens)
 
 
 @attrs.frozen(eq=False)
@@ -113,7 +138,7 @@ class _Static:
 
     room: int
     block: Tensor
-    page_indices: Tensor
+    page_indices: tuple[Tensor, ...]
 
 
 class Addressing:
@@ -125,18 +150,17 @@ class Addressing:
         Rows that a plan's views have been entered into.
     queues, staging
         Of the device.
-    page_size
-        Tokens per page.
-    sink
-        The sink page.
+    layout
+        Of the cache.
     """
 
-    def __init__(self, tables: PageTables, queues: Queues, staging: Staging, page_size: int, sink: int) -> None:
+    def __init__(self, tables: PageTables, queues: Queues, staging: Staging, layout: CacheLayout) -> None:
         self._tables = tables
         self._queues = queues
         self._staging = staging
-        self._page_size = page_size
-        self._sink = sink
+        self._page_size = layout.page_size
+        self._sinks = layout.sinks
+        self._windows = [group.window for group in layout.groups]
         self._lengths: dict[str, tuple[int, ...]] = {}
         self._static: dict[tuple[str, str], _Static] = {}
         # Guards the two dicts. The buffers of a slot belong to one thread at a time.
@@ -169,8 +193,8 @@ class Addressing:
         bucket: int | None = None,
         *,
         packed: bool = False,
-    ) -> dict[str, PlanTensors]:
-        """Return the tensors of every plan label of a plan.
+    ) -> dict[str, tuple[PlanTensors, ...]]:
+        """Return the tensors of every plan label of a plan, per group.
 
         Parameters
         ----------
@@ -223,95 +247,117 @@ class Addressing:
 
     def _label(
         self, label: str, views: Sequence[PlanView], rows: list[int], slot: str | None, bucket: int | None, packed: bool
-    ) -> PlanTensors:
+    ) -> tuple[PlanTensors, ...]:
         spans = [view.span for view in views]
         tokens = sum(spans)
         decode = all(span == 1 for span in spans)
         direct = decode and not packed
         if slot is None or bucket is None:
             static, bucket, count = None, tokens, len(views)
-            sizes = _Columns.sizes(count, tokens if direct else 0)
+            room = (count, tokens if direct else 0)
         else:
             static, count = self._static_of(slot, label), bucket
-            sizes = _Columns.sizes(static.room, static.room)
-        values, pages = self._values(views, rows, bucket - tokens, sizes, direct)
+            room = (static.room, static.room)
+        values, pages = self._values(views, rows, bucket - tokens, room, direct)
         uploaded = self._staging.upload(
             torch.frombuffer(values, dtype=torch.int32), None if static is None else static.block
         )
-        columns = _Columns(*torch.split(uploaded, sizes))
+        columns = _Columns.of(uploaded, *room, len(self._sinks))
+        token_pages = [own.token_page[:bucket] for own in columns.groups]
+        slots, position = columns.token_slot[:bucket], columns.token_position[:bucket]
         with self._queues.on(Queue.COMPUTE):
-            page_indices = self._page_indices(columns, count, pages, static)
-            addresses = columns.token_page, columns.token_slot, columns.token_position
+            page_indices = [
+                self._page_indices(columns, group, count, pages[group], static) for group in self._tables.groups
+            ]
             if not direct:
                 gathered = self._token_addresses(columns, count, bucket)
                 if static is not None:
-                    for column, found in zip(addresses, gathered, strict=True):
-                        column[:bucket] = found
+                    for column, found in zip((*token_pages, slots, position), gathered, strict=True):
+                        column[:] = found
                 else:
-                    addresses = gathered
-        page, slots, position = (column[:bucket] for column in addresses)
-        return PlanTensors(
-            label=label,
-            tokens=tokens,
-            views=len(views),
-            bucket=bucket,
-            decode=decode,
-            span_max=max(spans),
-            length_max=max(view.length for view in views),
-            query_indptr=columns.query_indptr[: count + 1],
-            page_indptr=columns.page_indptr[: count + 1],
-            page_indices=page_indices,
-            last_page_lengths=columns.last_page_lengths[:count],
-            rows=columns.rows[:count],
-            lengths=columns.lengths[:count],
-            token_page=page,
-            token_slot=slots,
-            token_position=position,
+                    *token_pages, slots, position = gathered
+        return tuple(
+            PlanTensors(
+                label=label,
+                window=window,
+                tokens=tokens,
+                views=len(views),
+                bucket=bucket,
+                decode=decode,
+                span_max=max(spans),
+                length_max=max(view.length for view in views),
+                query_indptr=columns.query_indptr[: count + 1],
+                page_indptr=own.page_indptr[: count + 1],
+                page_indices=indices,
+                skipped=own.skipped[:count],
+                last_page_lengths=columns.last_page_lengths[:count],
+                rows=columns.rows[:count],
+                lengths=columns.lengths[:count],
+                token_page=page,
+                token_slot=slots,
+                token_position=position,
+            )
+            for window, own, indices, page in zip(self._windows, columns.groups, page_indices, token_pages, strict=True)
         )
 
     def _values(
-        self, views: Sequence[PlanView], rows: list[int], tail: int, sizes: list[int], direct: bool
-    ) -> tuple[array[int], int]:
-        """Return a block's numbers, and the pages that its views read.
+        self, views: Sequence[PlanView], rows: list[int], tail: int, room: tuple[int, int], direct: bool
+    ) -> tuple[array[int], list[int]]:
+        """Return a block's numbers, and per group the pages that its views read.
 
         Behind the views that count come `tail` views of one token at the sink, then empty ones.
         """
         size = self._page_size
-        idle = sizes[-4] - len(views)
+        idle = room[0] - len(views)
         ones = [1] * tail + [0] * (idle - tail)
         zeros = [0] * idle
         lengths = [view.length for view in views]
         counts = [-(-length // size) for length in lengths]
         values = array("i", accumulate([*(view.span for view in views), *ones], initial=0))
-        values.extend(accumulate([*counts, *ones], initial=0))
         values.extend([length and (length - 1) % size + 1 for length in lengths] + ones)
         values.extend(rows + [SINK_ROW] * idle)
         values.extend(lengths + ones)
         values.extend([view.start for view in views] + zeros)
         values.extend([view.position for view in views] + zeros)
         if direct:
-            values.extend([view.tables[0][-1] for view in views] + [self._sink] * idle)
             values.extend([view.start % size for view in views] + zeros)
             values.extend([view.position for view in views] + zeros)
         else:
-            values.extend([self._sink] * sizes[-1] + [0] * (2 * sizes[-1]))
-        return values, sum(counts) + tail
+            values.extend([0] * (2 * room[1]))
+        pages = []
+        for group, (window, sink) in enumerate(zip(self._windows, self._sinks, strict=True)):
+            skipped = [0 if window is None or view.sink else view.skipped[group] for view in views]
+            held = counts if window is None else [count - left for count, left in zip(counts, skipped, strict=True)]
+            values.extend(accumulate([*held, *ones], initial=0))
+            values.extend(skipped + zeros)
+            if direct:
+                values.extend([view.tables[group][-1] for view in views] + [sink] * idle)
+            else:
+                values.extend([sink] * room[1])
+            pages.append(sum(held) + tail)
+        return values, pages
 
-    def _page_indices(self, columns: _Columns, count: int, pages: int, static: _Static | None) -> Tensor:
-        """Gather the pages that the first `count` views read."""
-        view, place = _packed(columns.page_indptr[: count + 1], pages)
-        found = self._tables.tensor[columns.rows[view], place]
+    def _page_indices(self, columns: _Columns, group: int, count: int, pages: int, static: _Static | None) -> Tensor:
+        """Gather the pages that the first `count` views read in a group."""
+        own = columns.groups[group]
+        view, place = _packed(own.page_indptr[: count + 1], pages)
+        if self._windows[group] is not None:
+            place = own.skipped[view] + place
+        found = self._tables.tensors[group][columns.rows[view], place]
         if static is None:
             return found
-        static.page_indices[:pages] = found
-        return static.page_indices
+        static.page_indices[group][:pages] = found
+        return static.page_indices[group]
 
-    def _token_addresses(self, columns: _Columns, count: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Gather page, slot and position of every token from packed lengths: its view, and its place in that."""
+    def _token_addresses(self, columns: _Columns, count: int, tokens: int) -> list[Tensor]:
+        """Gather the page of every token per group, its slot and its position, from packed lengths: its view, and its
+        place in that.
+        """
         view, place = _packed(columns.query_indptr[: count + 1], tokens)
         token = columns.starts[view] + place
-        page = self._tables.tensor[columns.rows[view], token // self._page_size]
-        return page, token % self._page_size, columns.positions[view] + place
+        row, column = columns.rows[view], token // self._page_size
+        pages = [table[row, column] for table in self._tables.tensors]
+        return [*pages, token % self._page_size, columns.positions[view] + place]
 
     def _static_of(self, slot: str, label: str) -> _Static:
         """Return the static buffers of (slot, label), made at the largest registered length when first asked for."""
@@ -328,7 +374,9 @@ class Addressing:
 
         with self._queues.on(Queue.COMPUTE):
             return _Static(
-                room, filled(sum(_Columns.sizes(room, room)), 0), filled(room * self._tables.width, self._sink)
+                room,
+                filled(_Columns.size(room, room, len(self._sinks)), 0),
+                tuple(filled(room * self._tables.width, sink) for sink in self._sinks),
             )
 
 

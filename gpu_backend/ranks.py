@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import torch
@@ -21,11 +21,16 @@ from gpu_backend.host_size import HostPoolWarning
 from kvstate import KVManager
 from kvstate.errors import KVStateError
 
+if TYPE_CHECKING:
+    from kvstate.view import StateView
+
 Communicator: TypeAlias = "dist.ProcessGroup | None"
 """A process group of torch.distributed; None is the default one, of all ranks."""
 
 Facts: TypeAlias = "list[tuple[str, str]]"
 """Names and values of what ranks compare, in an order that puts causes before effects."""
+
+DIGEST = "digest"
 
 _MOST_PAGES = 2**63 - 1
 
@@ -44,8 +49,8 @@ class RanksDiverge(KVStateError):
     Attributes
     ----------
     field
-        The first that differs: ``geometry.…``, ``pages_free.TIER[GROUP]``, ``digest``, or ``error`` when some rank
-        could not be read.
+        The first that differs: ``geometry.…``, ``pages_free.TIER[GROUP]``, a field of the view such as
+        ``streams[r/main].length`` or ``device[0].free[3]``, or ``error`` when some rank could not be read.
     values
         ``{rank: value}``, by global rank.
     """
@@ -123,8 +128,8 @@ def agree_pages(own: tuple[int, int], communicator: Communicator = None) -> tupl
 def validate_ranks(manager: KVManager, communicators: Sequence[Communicator] = (None,)) -> None:
     """Check that `manager` is in the same state on every rank of each communicator.
 
-    Compared are the geometry, the free pages per tier and group, and the digest of the view. To be called after
-    warm-up, while no verb runs and nothing is in flight.
+    Compared are the geometry, the free pages per tier and group, and the digest of the view; where only that differs,
+    the view field by field. To be called after warm-up, while no verb runs and nothing is in flight.
 
     Parameters
     ----------
@@ -143,12 +148,13 @@ def validate_ranks(manager: KVManager, communicators: Sequence[Communicator] = (
     if not joined:
         raise NotDistributed("this rank is in none of the communicators given; nothing was compared")
     failure: Exception | None = None
+    view: StateView | None = None
     try:
-        facts = _facts(manager)
+        facts, view = _facts(manager)
     except Exception as error:
         failure, facts = error, [("error", f"{type(error).__name__}: {error}")]
     # A rank that stopped at the first difference would be missed by those it shares the next communicator with.
-    divergences = [_divergence(_gather(facts, communicator)) for communicator in joined]
+    divergences = [_compare(facts, view, communicator) for communicator in joined]
     if failure is not None:
         raise failure
     for divergence in divergences:
@@ -173,23 +179,69 @@ def _device(communicator: Communicator) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _facts(manager: KVManager) -> Facts:
-    """Return what must be equal on every rank."""
+def _facts(manager: KVManager) -> tuple[Facts, StateView]:
+    """Return what must be equal on every rank, and the view whose digest is in it."""
     facts = [("error", "none"), *_fields("geometry", manager.geometry)]
     # pages_free first: it takes note of fetches that have ended, which the view then holds.
     for tier, counts in manager.pages_free().items():
         facts.extend((f"pages_free.{tier}[{group}]", str(count)) for group, count in enumerate(counts))
-    facts.append(("digest", manager.view().digest()))
-    return facts
+    view = manager.view()
+    facts.append((DIGEST, view.digest()))
+    return facts, view
+
+
+def _compare(facts: Facts, view: StateView | None, communicator: Communicator) -> RanksDiverge | None:
+    """Return the first difference on a communicator.
+
+    The view is large, so it travels only where its digests differ, and nothing before them: all ranks of the
+    communicator have the same facts before them, so all of them go on or none does.
+    """
+    found = _divergence(_gather(facts, communicator))
+    if found is None or found.field != DIGEST:
+        return found
+    return _divergence(_gather(_view_facts(view), communicator)) or found
+
+
+def _view_facts(view: StateView | None) -> Facts:
+    """Return a view in fields, with what was decided before what follows from it: requests first, pages last."""
+    if view is None:
+        return []
+    names = [field.name for field in attrs.fields(type(view))]
+    last = {"device", "host"}
+    ordered = [name for name in names if name not in last] + [name for name in names if name in last]
+    return [fact for name in ordered for fact in _fields(name, getattr(view, name))]
 
 
 def _fields(name: str, value: Any) -> Facts:
-    """Return a value of attrs classes and tuples, leaf by leaf, so that sizes added later are compared too."""
+    """Return a value of attrs classes, tuples and dicts leaf by leaf, so that fields added later are compared too."""
     if attrs.has(type(value)):
         return [fact for a in attrs.fields(type(value)) for fact in _fields(f"{name}.{a.name}", getattr(value, a.name))]
     if isinstance(value, tuple):
-        return [fact for place, item in enumerate(value) for fact in _fields(f"{name}[{place}]", item)]
+        keys = _keys(value)
+        return [fact for key, item in zip(keys, value, strict=True) for fact in _fields(f"{name}[{key}]", item)]
+    if isinstance(value, dict):
+        return [fact for key, item in value.items() for fact in _fields(f"{name}[{key}]", item)]
     return [(name, repr(value))]
+
+
+def _numbers(values: tuple[Any, ...]) -> list[str]:
+    return [str(place) for place in range(len(values))]
+
+
+def _keys(values: tuple[Any, ...]) -> list[str]:
+    """Return what the items of a tuple are called: streams by request and label, leases by serial, others by place."""
+    keys = [_key(value) for value in values]
+    named = [key for key in keys if key is not None]
+    return named if len(set(named)) == len(values) else _numbers(values)
+
+
+def _key(value: Any) -> str | None:
+    """Return the name of an item, if it has one."""
+    if not attrs.has(type(value)):
+        return None
+    parts = [getattr(value, name) for name in ("request", "label") if hasattr(value, name)]
+    serial = getattr(value, "serial", None)
+    return str(serial) if serial is not None else "/".join(map(str, parts)) or None
 
 
 def _gather(facts: Facts, communicator: Communicator) -> dict[int, dict[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_backend.layout import CacheLayout
+from gpu_backend.layout import CacheLayout, PageLayout
 
 _WORD_BYTES = 8
 
@@ -30,14 +30,16 @@ class Undefined(enum.Enum):
 
 
 class StampCode:
-    """Writes and reads stamps of one layout.
+    """Writes and reads stamps of one group.
 
     Parameters
     ----------
     layout
-        Its K of one token in one layer must be whole words.
+        Of its pages, or of a cache with one group; K of one token in one layer must be whole words.
     device
         Of the device tier.
+    group
+        Its number: a page that another group wrote holds no stamp of this one.
 
     Raises
     ------
@@ -45,7 +47,7 @@ class StampCode:
         When it is not.
     """
 
-    def __init__(self, layout: CacheLayout, device: torch.device) -> None:
+    def __init__(self, layout: CacheLayout | PageLayout, device: torch.device, group: int = 0) -> None:
         if layout.token_bytes % _WORD_BYTES:
             raise ValueError(
                 f"{layout.name}: stamps need whole words of {_WORD_BYTES} bytes, and one token's K has "
@@ -55,7 +57,7 @@ class StampCode:
         self.page_size = layout.page_size
         self._shape = (layout.layers * 2, layout.page_size, layout.token_bytes // _WORD_BYTES)
         chunks, _, words = self._shape
-        constants = torch.arange(1, chunks * words + 1, dtype=torch.int64).view(chunks, words)
+        constants = torch.arange(1, chunks * words + 1, dtype=torch.int64).view(chunks, words) + (group << 40)
         # Fibonacci hashing (Knuth, TAOCP 6.4): consecutive numbers become far apart.
         self._constants = (constants * -7046029254386353131).to(device)
 

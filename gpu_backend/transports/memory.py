@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from gpu_backend.device_cache import DeviceCache, paged
+from gpu_backend.device_cache import DeviceCache
 
 
 def mapped(fd: int, size_bytes: int) -> torch.Tensor:
@@ -58,6 +58,5 @@ def share(cache: DeviceCache) -> SharedMemory:
     if not cache.bytes.is_cpu:
         raise ValueError(f"{cache.layout.name}: shared memory takes a cache on device 'cpu', not {cache.bytes.device}")
     memory = SharedMemory(cache.bytes.numel())
-    cache.bytes = memory.bytes.view(cache.bytes.shape)
-    cache.storage = paged(cache.bytes, cache.layout)
+    cache.move(memory.bytes)
     return memory

@@ -7,7 +7,8 @@ sums run in another order: within 1e-4 of logits of size 5. Freed pages are fill
 
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
 
 import attrs
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional
 
 from gpu_backend.attention import gather_kv, paged_attention
 from gpu_backend.device_cache import dtype_of
+from gpu_backend.plan_tensors import PlanTensors
 from kvstate import LabelFork, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId
 from kvstate.ops import Plan, PlanView, Tier
 from kvstate.refusals import StalePlan
@@ -30,76 +33,36 @@ from kvstate.transitions.offload import Offloaded
 from kvstate.transitions.reload import Reloaded
 from kvstate.transitions.step import Committed
 
+from .decoder import Decoder, History, Model
 from .rig import DTYPES, Rig, layout
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 4, 2, 8, 4
-WIDTH, WORDS, POSITIONS = HEADS * HEAD_DIM, 50, 128
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q, k, v), each ``(tokens, heads, head_dim)`` → what attention gives, ``(tokens, heads, head_dim)``."""
-
-
-class Decoder:
-    """Random weights, learned positions, grouped-query attention."""
-
-    def __init__(self) -> None:
-        draw = torch.Generator().manual_seed(0)
-
-        def weights(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw)
-
-        self.words, self.positions = weights(WORDS, WIDTH), weights(POSITIONS, WIDTH)
-        heads = ((WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM), (WIDTH, WIDTH))
-        self.layers = [tuple(weights(*shape) / WIDTH**0.5 for shape in heads) for _ in range(LAYERS)]
-
-    def __call__(self, words: Sequence[int], positions: Sequence[int], attend: Attend) -> Tensor:
-        x = functional.layer_norm(self.words[list(words)] + self.positions[list(positions)], (WIDTH,))
-        for layer, (qkv, out) in enumerate(self.layers):
-            q, k, v = (x @ qkv).view(len(words), -1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-            x = functional.layer_norm(x + attend(layer, q, k, v).reshape(len(words), WIDTH) @ out, (WIDTH,))
-        return x @ self.words.T
-
-    def without_cache(self, words: Sequence[int]) -> Tensor:
-        """Logits of a whole history at once."""
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = (rows.repeat_interleave(HEADS // KV_HEADS, dim=1) for rows in (k, v))
-            scores = torch.einsum("ihd,jhd->hij", q, k) / HEAD_DIM**0.5
-            hidden = torch.arange(len(words))[None, :] > torch.arange(len(words))[:, None]
-            return torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, float("-inf")).softmax(dim=2), v)
-
-        return self(words, range(len(words)), attend)
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 8, 4
+MODEL = Model(windows=(None, None), heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
 @attrs.define
-class History:
-    """One stream, contiguous: K and V per layer; word and logits of every token, those that retention dropped too."""
+class Stream:
+    """One stream: its K and V; word and logits of every token, those that retention dropped too."""
 
-    k: list[Tensor]
-    v: list[Tensor]
+    kv: History
     words: list[int] = attrs.field(factory=list)
     logits: list[Tensor] = attrs.field(factory=list)
     released: int = 0
 
-    @classmethod
-    def empty(cls, dtype: torch.dtype) -> "History":
-        return cls(*([torch.empty(0, KV_HEADS, HEAD_DIM, dtype=dtype)] * LAYERS for _ in range(2)))
-
-    def copy(self) -> "History":
-        return History(list(self.k), list(self.v), list(self.words), list(self.logits), self.released)
+    def copy(self) -> "Stream":
+        return Stream(self.kv.copy(), list(self.words), list(self.logits), self.released)
 
     def keep(self, length: int) -> None:
         """Forget the tokens behind the first `length` stored ones."""
-        for rows in (self.k, self.v):
-            rows[:] = [own[:length] for own in rows]
+        self.kv.keep(length)
         del self.words[self.released + length :], self.logits[self.released + length :]
 
     def retain(self, policy: RetentionPolicy) -> None:
         """Drop the tokens of every page that lies outside the budget and the protected prefix."""
         first = -(-policy.protected_prefix // PAGE) * PAGE
-        stop = (len(self.k[0]) - policy.context_budget) // PAGE * PAGE
+        stop = (self.kv.length - policy.context_budget) // PAGE * PAGE
         if stop > first:
-            for rows in (self.k, self.v):
-                rows[:] = [torch.cat((own[:first], own[stop:])) for own in rows]
+            self.kv.keep(first, stop)
             self.released += stop - first
 
 
@@ -108,14 +71,12 @@ class Both:
 
     def __init__(self, dtype: str = "float32", **sizes: Any) -> None:
         sizes = {"pages": 40, "host_pages": 40, **sizes}
-        self.rig = Rig(
-            layout(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_size=PAGE, dtype=dtype, **sizes)
-        )
+        self.rig = Rig(MODEL.layout(page_size=PAGE, dtype=dtype, **sizes))
         self.manager, self.backend = self.rig.manager, self.rig.backend
         self.dtype = dtype_of(self.rig.layout)
-        self.model = Decoder()
+        self.model = Decoder(MODEL)
         self.draw = random.Random(0)
-        self.histories: dict[tuple[str, str], History] = {}
+        self.histories: dict[tuple[str, str], Stream] = {}
         self.configs: dict[str, RequestConfig] = {}
         self.compared = 0
         self.backend.memory.cache.bytes.fill_(0xFF)
@@ -125,9 +86,9 @@ class Both:
         self.manager.ingest(request, config)
         self.configs[request] = config or RequestConfig()
 
-    def of(self, view: PlanView) -> History:
+    def of(self, view: PlanView) -> Stream:
         assert view.request is not None
-        return self.histories.setdefault((view.request, view.label), History.empty(self.dtype))
+        return self.histories.setdefault((view.request, view.label), Stream(History(MODEL, self.dtype)))
 
     def fork(self, step: Step, forks: Sequence[LabelFork | StreamFork]) -> None:
         for fork in step.stream_forks(forks):
@@ -150,18 +111,16 @@ class Both:
     def run(self, plan: Plan, label: str, views: Sequence[PlanView], slot: str | None) -> None:
         kv = self.backend.bind(plan, slot)
         tensors = kv.tensors(label)
-        words = [self.draw.randrange(WORDS) for _ in range(tensors.bucket)]
-        starts: list[int] = []
+        words = [self.draw.randrange(MODEL.vocabulary) for _ in range(tensors.bucket)]
         positions: list[int] = []
         begun: dict[int, int] = {}
         for view in views:
             start = 0
             if not view.sink:
                 own = self.of(view)
-                start = begun.get(id(own), len(own.k[0]))
+                start = begun.get(id(own), own.kv.length)
                 begun[id(own)] = start + view.span
                 assert view.start == start
-            starts.append(start)
             first = 0 if view.sink else self.of(view).released + start
             positions.extend(range(first, first + view.span))
         assert tensors.token_position[: len(positions)].tolist() == positions
@@ -174,22 +133,12 @@ class Both:
         def contiguous(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found = torch.zeros_like(q)
             first = 0
-            for view, start in zip(views, starts, strict=True):
+            for view in views:
                 rows = slice(first, first + view.span)
                 first += view.span
                 if view.sink:
                     continue
-                own = self.of(view)
-                own.k[layer] = torch.cat((own.k[layer], k[rows].to(self.dtype)))
-                own.v[layer] = torch.cat((own.v[layer], v[rows].to(self.dtype)))
-                seen = torch.arange(start + view.span)[None, :] <= torch.arange(start, start + view.span)[:, None]
-                keys, values = (
-                    stored[layer].to(q.dtype).transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, dim=0)
-                    for stored in (own.k, own.v)
-                )
-                found[rows] = functional.scaled_dot_product_attention(
-                    q[rows].transpose(0, 1), keys, values, attn_mask=seen
-                ).transpose(0, 1)
+                found[rows] = self.of(view).kv.attend(layer, q[rows], k[rows], v[rows])
             return found
 
         logits, expected = self.model(words, positions, paged), self.model(words, positions, contiguous)
@@ -442,3 +391,87 @@ def test_a_query_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
         kv = both.backend.bind(plan)
         with pytest.raises(ValueError, match=r"'main' takes at least 3 rows of \(a multiple of 2, 8\)"):
             paged_attention(torch.zeros(shape), kv.layer_view(), kv.tensors())
+
+
+# -- windows
+
+
+def windowed(
+    page_size: int, starts: Sequence[int], spans: Sequence[int], window: int, kept: int | None = None
+) -> tuple[Tensor, Tensor, PlanTensors]:
+    """A label of several views in a group of `kept` tokens: query, layer view, addressing. Nobody needs what is NaN.
+
+    NaN are the pages that the window has left, which the addressing does not name, and those that nobody has.
+    """
+    draw = torch.Generator().manual_seed(window)
+    kept = kept or window
+    lengths = [start + span for start, span in zip(starts, spans, strict=True)]
+    skipped = [max(0, start - kept + 1) // page_size for start in starts]
+    counts = [-(-length // page_size) - left for length, left in zip(lengths, skipped, strict=True)]
+    view = torch.full((2 * sum(counts) + 1, 2, page_size, KV_HEADS, HEAD_DIM), float("nan"))
+    pages = torch.randperm(len(view), generator=draw)[: sum(counts)]
+    view[pages] = torch.randn(len(pages), *view.shape[1:], generator=draw)
+
+    def column(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    unused = column([])
+    tensors = PlanTensors(
+        label="main", window=kept, tokens=sum(spans), views=len(spans), bucket=sum(spans), decode=False,
+        span_max=max(spans), length_max=max(lengths), query_indptr=column([0, *accumulate(spans)]),
+        page_indptr=column([0, *accumulate(counts)]), page_indices=pages.int(), skipped=column(skipped),
+        last_page_lengths=unused, rows=unused, lengths=column(lengths), token_page=unused, token_slot=unused,
+        token_position=unused,
+    )  # fmt: skip
+    return torch.randn(sum(spans), HEADS, HEAD_DIM, generator=draw), view, tensors
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=3).filter(
+        lambda views: any(span for _, span in views)
+    ),
+    st.integers(1, 40),
+    st.integers(0, 9),
+)
+def test_a_token_sees_the_last_tokens_of_its_window_and_no_page_that_it_left(
+    page_size: int, views: list[tuple[int, int]], window: int, wider: int
+) -> None:
+    starts, spans = zip(*views, strict=True)
+    query, view, tensors = windowed(page_size, starts, spans, window, kept=window + wider)
+    found = paged_attention(query, view, tensors, window)
+    row = first_page = 0
+    for (start, span), skipped in zip(views, tensors.skipped.tolist(), strict=True):
+        for token in range(start, start + span):
+            scores, values = [], []
+            for seen in range(max(0, token - window + 1), token + 1):
+                page = int(tensors.page_indices[first_page + seen // page_size - skipped])
+                k, v = (rows.repeat_interleave(HEADS // KV_HEADS, dim=0) for rows in view[page, :, seen % page_size])
+                scores.append((query[row] * k).sum(dim=1) / HEAD_DIM**0.5)
+                values.append(v)
+            weights = torch.stack(scores).softmax(dim=0)
+            expected = (weights[:, :, None] * torch.stack(values)).sum(dim=0)
+            torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0)
+            row += 1
+        first_page += -(-(start + span) // page_size) - skipped
+    assert not found.isnan().any()
+
+
+def test_a_window_that_the_group_does_not_keep_is_refused() -> None:
+    query, view, tensors = windowed(4, [9], [3], 6)
+    assert torch.equal(paged_attention(query, view, tensors), paged_attention(query, view, tensors, 6))
+    for window in (7, 0):
+        with pytest.raises(ValueError, match=f"a window of {window} tokens was asked for; this group keeps the last 6"):
+            paged_attention(query, view, tensors, window)
+    everything = attrs.evolve(tensors, window=None, skipped=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="a token sees at least itself"):
+        paged_attention(query, view, everything, 0)
+
+
+def test_no_page_in_front_of_the_first_token_is_gathered() -> None:
+    view = torch.full((3, 2, PAGE, 2, 8), float("nan"))
+    view[1] = 1.0
+    k, v = gather_kv(view, torch.tensor([0, 1]), 7, first=4)
+    assert k.shape == (3, 2, 8) and bool((k == 1).all() and (v == 1).all())
+    with pytest.raises(ValueError, match=r"tokens -1 … 7 are not in these pages"):
+        gather_kv(view, torch.tensor([0, 1]), 7, first=-1)

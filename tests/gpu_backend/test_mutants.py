@@ -22,7 +22,7 @@ import attrs
 from gpu_backend.backend import TorchBackend, cpu_backend
 from gpu_backend.copier import Copier, runs_of
 from gpu_backend.kv_io import KVAccess
-from gpu_backend.page_tables import PageTables, Table
+from gpu_backend.page_tables import Changed, PageTables, Table
 from gpu_backend.plan_tensors import Addressing
 from gpu_backend.queues import Staging
 from gpu_backend.stamps import StampCode
@@ -60,7 +60,7 @@ def named(test: Any) -> str:
 @contextmanager
 def reckoned_when_planned() -> Iterator[None]:
     """A row's delta is reckoned from the plan before, launched or not; a launch uploads what was reckoned."""
-    reckoned: dict[int, tuple[int, Table]] = {}
+    reckoned: dict[int, tuple[int, tuple[Table, ...]]] = {}
     make, row_of = KVManager.plan, PageTables._row_of
 
     def plan(self: KVManager, lease: Any) -> Any:
@@ -71,16 +71,19 @@ def reckoned_when_planned() -> Iterator[None]:
             for view in made.in_step_order:
                 place = tables._of.get((view.request, view.label))
                 if place is not None and view.sources:
-                    row, table = tables._rows[place], view.sources[0]
-                    reckoned[id(table)] = (0 if row.table is None else row.table.count, table)
-                    row.table = table
+                    row = tables._rows[place]
+                    held = 0 if row.tables is None else row.tables[0].count
+                    reckoned[id(view.sources)] = (held, view.sources)
+                    row.tables = view.sources
         return made
 
-    def enter(self: PageTables, view: PlanView, table: Table, changed: dict[int, tuple[int, Table]]) -> int:
+    def enter(self: PageTables, view: PlanView, changed: Changed) -> int:
         place = self._of.get((view.request, view.label))
-        if place is None or id(table) not in reckoned:
-            return row_of(self, view, table, changed)
-        changed[place] = reckoned[id(table)]
+        if place is None or id(view.sources) not in reckoned:
+            return row_of(self, view, changed)
+        start, tables = reckoned[id(view.sources)]
+        for group, table in enumerate(tables):
+            changed[group, place] = (start, table)
         return place
 
     with ExitStack() as stack:
@@ -166,20 +169,20 @@ MUTANTS = (
     Mutant(
         "reload-from-the-device",
         "A reload takes its pages from the tier that it writes.",
-        edit(TorchBackend._run, ("memory.pages(op.source_tier)", "memory.pages(Tier.DEVICE)")),
+        edit(TorchBackend._run, ("memory.pages(op.source_tier, group)", "memory.pages(Tier.DEVICE, group)")),
         partial(contract.offload_and_reload_keep_every_token, cpu_backend),
     ),
     # Page-table rows.
     Mutant(
         "delta-missing",
         "What a table has beyond its row is not uploaded.",
-        edit(PageTables._row_of, ("changed[place] = (start, table)", "pass")),
+        edit(PageTables._extend, ("changed.update(grown)", "pass")),
         test_page_tables.test_a_step_uploads_what_its_tables_have_beyond_the_rows,
     ),
     Mutant(
         "delta-begins-late",
         "The delta of a row begins one page late.",
-        edit(PageTables._row_of, ("else held.count", "else held.count + 1")),
+        edit(PageTables._extend, ("else older.count", "else older.count + 1")),
         test_page_tables.test_a_step_uploads_what_its_tables_have_beyond_the_rows,
     ),
     Mutant(
@@ -198,16 +201,16 @@ MUTANTS = (
         "row-kept-after-a-failed-launch",
         "A table as long as the one in its row is taken for the same.",
         edit(
-            PageTables._row_of,
-            ("held.extends(table)", "held.count >= table.count"),
-            ("table.extends(held)", "table.count > held.count"),
+            PageTables._extend,
+            ("older.extends(table)", "older.count >= table.count"),
+            ("table.extends(older)", "table.count > older.count"),
         ),
         test_page_tables.test_d15_a_launch_that_failed_leaves_no_stale_row,
     ),
     Mutant(
         "failed-upload-believed",
         "A row is taken to hold what an upload that failed would have put there.",
-        edit(PageTables.enter, ("self._rows[place].table = None", "pass")),
+        edit(PageTables.enter, ("self._rows[place].tables = None", "pass")),
         partial(test_page_tables.test_an_upload_that_failed_is_made_again, 1),
     ),
     Mutant(
@@ -250,7 +253,7 @@ MUTANTS = (
     Mutant(
         "decode-tail-on-page-0",
         "Decode leaves the spare rows of static buffers on page 0, which is somebody's.",
-        edit(Addressing._values, ("for view in views] + [self._sink] * idle", "for view in views] + zeros")),
+        edit(Addressing._values, ("for view in views] + [sink] * idle", "for view in views] + zeros")),
         test_plan_tensors.test_static_buffers_keep_their_address_whatever_is_planned,
     ),
     Mutant(
@@ -262,7 +265,7 @@ MUTANTS = (
     Mutant(
         "longer-graph-on-page-0",
         "Behind the bucket, where a longer graph reads, static buffers point to page 0.",
-        edit(Addressing._values, ("[self._sink] * sizes[-1]", "[0] * sizes[-1]")),
+        edit(Addressing._values, ("[sink] * room[1]", "[0] * room[1]")),
         tail([3, 2], None),
     ),
     Mutant(
@@ -274,7 +277,7 @@ MUTANTS = (
     Mutant(
         "decode-differs-from-packed",
         "Decode takes the page of the token before; the packed path takes the right one.",
-        edit(Addressing._values, ("view.tables[0][-1]", "view.tables[0][(view.start - 1) // size]")),
+        edit(Addressing._values, ("view.tables[group][-1]", "view.tables[group][(view.start - 1) // size]")),
         decode_and_packed(False),
     ),
     Mutant(
@@ -295,7 +298,7 @@ MUTANTS = (
     Mutant(
         "packed-not-put-into-static-buffers",
         "What the packed path gathers does not get into the static buffers; decode does.",
-        edit(Addressing._label, ("column[:bucket] = found", "pass")),
+        edit(Addressing._label, ("column[:] = found", "pass")),
         decode_and_packed(True),
     ),
     Mutant(

@@ -113,9 +113,10 @@ def test_decode_and_packed_addressing_agree(lengths: list[int], requests: list[s
         found = []
         for packed in (False, True):
             made = rig.backend.memory.addressing.make(plan, launch.rows, "graph" if static else None, packed=packed)
-            agree(rig, plan, made["main"])
-            assert made["main"].decode
-            found.append([getattr(made["main"], name).tolist() for name in TENSORS])
+            [tensors] = made["main"]
+            agree(rig, plan, tensors)
+            assert tensors.decode
+            found.append([getattr(tensors, name).tolist() for name in TENSORS])
         assert found[0] == found[1]
 
 

@@ -66,6 +66,55 @@ def manager_that_cannot_be_read() -> KVManager:
     return broken
 
 
+def diverged(inject: Callable[[KVManager], Any]) -> KVManager:
+    """A manager with a request on the device, one on the host and an open lease, to which something happened."""
+    warm = manager("a", "b")
+    warm.offload("b")
+    warm.admit(Step((Segment("a", span=2),)))
+    inject(warm)
+    return warm
+
+
+def _state(kv: KVManager) -> Any:
+    return kv._state
+
+
+def _stream(kv: KVManager, request: str) -> Any:
+    return _state(kv).requests[request].streams["main"]
+
+
+def set_length(kv: KVManager) -> None:
+    _stream(kv, "a").length += 1
+
+
+def raise_generation(kv: KVManager) -> None:
+    _stream(kv, "b").generation += 1
+
+
+def turn_the_free_list(kv: KVManager) -> None:
+    _state(kv).device.pools[0].free.rotate(1)
+
+
+def forget_an_owner(kv: KVManager) -> None:
+    _state(kv).host.pools[0].owners[1] += 1
+
+
+def move_a_row(kv: KVManager) -> None:
+    [lease] = _state(kv).leases.values()
+    lease.rows[0].start += 1
+
+
+INJECTED: dict[str, Callable[[KVManager], Any]] = {
+    "length": set_length,
+    "generation": raise_generation,
+    "free list": turn_the_free_list,
+    "owners": forget_an_owner,
+    "row": move_a_row,
+    "epoch": lambda kv: setattr(_stream(kv, "b"), "epoch", 7),
+}
+"""What goes wrong inside one rank's machine."""
+
+
 # -- scenarios: what one rank does; `odd` is the rank that differs, `pair` its half of the ranks, `other` the other half
 
 
@@ -112,7 +161,13 @@ SCENARIOS: dict[str, Callable[[Seat], Any]] = {
     ),
     "validate pages_free": lambda seat: validate_ranks(manager(*("abc" if seat.odd else "ab"))),
     "validate everyone differs": lambda seat: validate_ranks(manager(*"abcd"[: seat.rank + 1])),
-    "validate digest": lambda seat: validate_ranks(manager("a", "other" if seat.odd else "b")),
+    "validate requests": lambda seat: validate_ranks(manager("a", "other" if seat.odd else "b")),
+    **{
+        f"validate diverged {name}": lambda seat, injected=injected: validate_ranks(  # type: ignore[misc]
+            diverged(injected if seat.odd else lambda kv: None)
+        )
+        for name, injected in INJECTED.items()
+    },
     "validate unreadable": lambda seat: validate_ranks(manager_that_cannot_be_read() if seat.odd else manager("a")),
     "validate all unreadable": lambda seat: validate_ranks(manager_that_cannot_be_read()),
     # The odd rank's half sees the difference first, and still goes on to the communicator of all.
@@ -301,8 +356,27 @@ def test_every_value_is_named_with_its_ranks(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-def test_equal_counts_of_other_content_are_told_apart_by_the_digest(ranks: Ranks) -> None:
-    ranks.diverge("validate digest", "digest", manager("a", "b").view().digest(), manager("a", "other").view().digest())
+def test_equal_counts_of_other_content_are_told_apart_by_the_view(ranks: Ranks) -> None:
+    ranks.diverge("validate requests", "requests[1][0]", "'b'", "'other'")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "field", "most", "odd"),
+    [
+        ("length", "streams[a/main].length", "5", "6"),
+        ("generation", "streams[b/main].generation", "2", "3"),
+        ("epoch", "streams[b/main].epoch", "1", "7"),
+        ("row", "leases[{lease}].rows[a/main].start", "5", "6"),
+        ("free list", "device[0].free[0]", "4", "3"),
+        ("owners", "host[0].owners[1]", "1", "2"),
+    ],
+)
+def test_a_divergence_is_named_by_the_first_field_of_the_view_that_differs(
+    ranks: Ranks, what: str, field: str, most: str, odd: str
+) -> None:
+    [lease] = diverged(lambda kv: None).view().leases
+    ranks.diverge(f"validate diverged {what}", field.format(lease=lease.serial), most, odd)
 
 
 @pytest.mark.slow
@@ -318,7 +392,7 @@ def test_a_rank_that_cannot_be_read_raises_its_own_error_and_the_others_learn_of
 @pytest.mark.slow
 def test_ranks_that_differ_in_one_communicator_still_take_part_in_the_next(ranks: Ranks) -> None:
     raised = ranks["validate halves, then all"]
-    assert [one.get("field") for one in raised] == ["digest"] * ranks.world
+    assert [one.get("field") for one in raised] == ["requests[1][0]"] * ranks.world
     half = ranks.world // 2
     # A half of one rank cannot differ within itself: with two ranks, both learn it from the communicator of all.
     seen = [[rank for rank, _ in one["ranks"]] for one in raised]
