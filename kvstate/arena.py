@@ -187,9 +187,9 @@ class Pool:
     # -- content keys
 
     def key(self, page: int, key: Key, ready: Clock, parent: Key | None, tokens: tuple[int, ...]) -> bool:
-        """Make a sealed page findable; False when another page has its key already."""
-        if key in self.places:
-            return self.places[key] == page
+        """Make a sealed page findable; False when another page has its key, or it has another key, already."""
+        if key in self.places or page in self.keys:
+            return self.places.get(key) == page
         self.places[key] = page
         self.keys[page] = key
         self.ready[page] = ready

@@ -181,6 +181,25 @@ def full_pages_are_sealed(view: StateView) -> str | None:
 
 
 @always
+def keys_find_sealed_pages(view: StateView) -> str | None:
+    """A content key finds one device page, which is sealed and has no other key; a cached page has a key."""
+    for tier, pools in (("device", view.device), ("host", view.host)):
+        for pool in pools:
+            known = Counter(page for page, _ in pool.keys)
+            for page, key in pool.keys:
+                if tier == "host":
+                    return f"key {key[:16]} finds host page {page}, and host copies are private"
+                if known[page] > 1:
+                    return f"page {page} has {known[page]} keys"
+                if not pool.sealed[page]:
+                    return f"key {key[:16]} finds page {page}, which is not sealed"
+            for page in pool.cached:
+                if not known[page]:
+                    return f"{tier} page {page} is cached and has no key"
+    return None
+
+
+@always
 def tables_cover_lengths(view: StateView) -> str | None:
     """The table of a stream, and of an open step's row that counts, has a page for every token it stores."""
     for stream in view.streams:

@@ -186,7 +186,7 @@ def _arena(arena: Arena) -> tuple[PoolView, ...]:
             tuple(map(bool, pool.sealed)),
             arena.fences(group),
             tuple(pool.cached),
-            tuple((page, pool.keys[page].hex()) for page in sorted(pool.keys)),
+            tuple(sorted((page, key.hex()) for key, page in pool.places.items())),
         )
         for group, pool in enumerate(arena.pools)
     )

@@ -287,6 +287,42 @@ def a_free_page_is_sealed() -> StateView:
     return with_pool(now, sealed=put(now.device[0].sealed, free_page(now), True))
 
 
+@breaks("keys_find_sealed_pages")
+def a_page_has_two_keys() -> StateView:
+    machine = Machine("r")
+    machine.run(Segment("r", span=2))
+    now = machine.view()
+    [page] = stream_of(now, "r").device[0]
+    return with_pool(now, keys=((page, "aa"), (page, "bb")))
+
+
+@breaks("keys_find_sealed_pages")
+def a_page_that_is_still_written_has_a_key() -> StateView:
+    machine = Machine("r")
+    machine.run(Segment("r", span=1))
+    now = machine.view()
+    return with_pool(now, keys=((stream_of(now, "r").device[0][0], "aa"),))
+
+
+@breaks("keys_find_sealed_pages")
+def a_page_is_cached_and_nothing_finds_it() -> StateView:
+    now = Machine("r").view()
+    page = free_page(now)
+    pool = now.device[0]
+    free = tuple(other for other in pool.free if other != page)
+    return with_pool(now, free=free, cached=(page,), sealed=put(pool.sealed, page, True))
+
+
+@breaks("keys_find_sealed_pages")
+def a_host_page_has_a_key() -> StateView:
+    machine = Machine("r")
+    machine.run(Segment("r", span=2))
+    machine.offloaded("r")
+    now = machine.view()
+    [page] = stream_of(now, "r").host[0]
+    return attrs.evolve(now, host=(attrs.evolve(now.host[0], keys=((page, "aa"),)),))
+
+
 @breaks("tables_cover_lengths")
 def a_stream_stores_more_than_its_table_holds() -> StateView:
     machine = Machine("r")
@@ -561,7 +597,7 @@ def test_a_broken_view_breaks_exactly_its_promise_and_the_check_names_it(
     promise: str, change: str, make: Callable[[], Broken]
 ) -> None:
     before, now, verb = make()
-    if promise not in ("full_pages_are_sealed", "nothing_writes_a_sealed_or_shared_page"):
+    if promise not in ("full_pages_are_sealed", "keys_find_sealed_pages", "nothing_writes_a_sealed_or_shared_page"):
         before, now = sealed_where_full(before), sealed_where_full(now)
     assert broken((before, now, verb)) == [promise]
     with pytest.raises(PromiseBroken, match=promise) as raised:
