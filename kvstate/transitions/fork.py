@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from kvstate.ops import ForkCopy
 from kvstate.ordering import NOTHING, Queue, at, elsewhere, merge
+from kvstate.prefix import Key
 from kvstate.state import Fork, Lease, OnDevice, Pages, State, Stream, Table
 from kvstate.transitions.leaving import content_pages, leave
+
+
+def keys_shared(source: Stream, target: Stream, pages: int, keys: list[Key] | None = None) -> list[Key]:
+    """Return the keys of the first `pages` that a fork hands on: none to a request of another salt.
+
+    `keys` are the source's, if they are about to be others than it has.
+    """
+    if source.request.config.cache_salt != target.request.config.cache_salt:
+        return []
+    return (source.keys if keys is None else keys)[:pages]
 
 
 def apply_post_forks(state: State, lease: Lease, forks: list[Fork]) -> None:
@@ -43,7 +54,7 @@ def apply_post_forks(state: State, lease: Lease, forks: list[Fork]) -> None:
         leaving.append((fork, tuple(old_pages)))
         target.residency = OnDevice(tuple(tables), state.room(source.length, target.retention))
         target.length, target.released = source.length, source.released
-        target.keys, target.stale = source.keys[:full], source.stale
+        target.keys, target.stale = keys_shared(source, target, full), source.stale
         target.written = merge(target.written, source.written)
         target.generation += 1
         target.epoch += 1

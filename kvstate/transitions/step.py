@@ -28,7 +28,7 @@ from kvstate.refusals import (
     TooLarge,
 )
 from kvstate.state import Fork, Lease, OnDevice, Row, State, Status, Stream, WideRow
-from kvstate.transitions.fork import apply_post_forks
+from kvstate.transitions.fork import apply_post_forks, keys_shared
 from kvstate.transitions.leaving import (
     content_pages,
     end_row,
@@ -396,9 +396,9 @@ def _keys_taken(state: State, lease: Lease) -> dict[int, tuple[list[Key], bool]]
     taken: dict[int, tuple[list[Key], bool]] = {}
     for fork in lease.forks:
         if fork.pre:
-            source = fork.source.stream
+            source, target = fork.source.stream, fork.target.stream
             keys, stale = taken.get(id(fork.source), (source.keys, source.stale))
-            taken[id(fork.target)] = (keys[: fork.target.start // state.page_size], stale)
+            taken[id(fork.target)] = (keys_shared(source, target, fork.target.start // state.page_size, keys), stale)
     return taken
 
 
