@@ -16,6 +16,7 @@ import attrs
 from kvstate import invariants, view
 from kvstate.backend import Backend, Cancelled, Failed, Landed, Outcome, Transport
 from kvstate.errors import LockHeld, Poisoned, Refused, SubmitError
+from kvstate.explain import Explanation, explain, explain_victim
 from kvstate.ops import FetchBegin, FetchEnd, Op, Plan, StepBegin, StepEnd
 from kvstate.ordering import Clock
 from kvstate.prefix import CacheEvent, Key
@@ -579,6 +580,11 @@ class KVManager:
         """Return everything the manager knows, as one value."""
         with self._lock:
             return view.view(self._state)
+
+    def explain(self, what: Refusal | str) -> Explanation:
+        """Say in words why something was refused just now, or what an eviction of a request (by its id) would bring."""
+        now, groups = self.view(), [group.name for group in self.geometry.groups]
+        return explain_victim(now, what, groups) if isinstance(what, str) else explain(now, what, groups)
 
     def completed(self) -> Clock:
         """Return what the host has seen complete."""
