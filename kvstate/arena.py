@@ -471,16 +471,16 @@ class Arena:
             short.append(max(0, need - taken * per))
         return tuple(short) if any(short) else None
 
-    def fragmented(self, wanted: Sequence[int]) -> bool:
-        """Tell whether `wanted` pages would fit by their bytes into what nobody owns."""
+    def fragmented(self, wanted: Sequence[int], owning: Changes = (), releasing: Changes = ()) -> bool:
+        """Tell whether `wanted` pages would fit by their bytes into what nobody owns; counted as `short` counts."""
         # In units of a sector over the product of all that a sector may hold: whole numbers, whatever the page sizes.
         unit = 1
         for per in self.per_sector:
             unit *= per
-        asked = sum(
-            (want + pool.owned) * (unit // per)
-            for want, pool, per in zip(wanted, self.pools, self.per_sector, strict=True)
-        )
+        asked = 0
+        for group, (want, pool, per) in enumerate(zip(wanted, self.pools, self.per_sector, strict=True)):
+            owned = pool.owned + (len(owning[group]) if owning else 0) - (len(releasing[group]) if releasing else 0)
+            asked += (want + owned) * (unit // per)
         return asked <= self.sectors * unit
 
     def free(self) -> tuple[int, ...]:

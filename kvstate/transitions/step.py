@@ -194,7 +194,7 @@ def _short(state: State, step: Step, asking: Reservation, leaving: Changes = ())
     if pages > state.geometry.pages:
         return TooLarge(request=request, label=label, wanted=pages, capacity=state.geometry.pages)
     first = whole.first_short(leaving)
-    fragmented = state.device.fragmented(asking.wanted)
+    fragmented = state.device.fragmented(asking.wanted, asking.owning, leaving)
     return PagesExhausted(request=first.request.id, label=first.label, short=short, fragmented=fragmented)
 
 
