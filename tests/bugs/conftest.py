@@ -7,7 +7,7 @@ every test everything is ended: then no page may be missing, and the judge may h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -15,8 +15,9 @@ import pytest
 
 from kvstate import invariants, view
 from kvstate.manager import KVManager
-from kvstate.ops import Op, Plan, StepEnd
+from kvstate.ops import Op, Plan, StepEnd, Tier
 from kvstate.ordering import NOTHING
+from kvstate.prefix import CacheEvent, findable
 from kvstate.refusals import Refusal
 from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, State
 from kvstate.testing.judge import Conflict, EdgeJudge
@@ -25,7 +26,7 @@ from kvstate.testing.transport import Network, StepTransport
 from kvstate.transitions import lifecycle, offload, reload, step
 from kvstate.transitions.step import Committed
 from kvstate.types import MAIN, Geometry, Segment, Step
-from kvstate.view import StreamView
+from kvstate.view import PagesView, StreamView
 
 
 def stamps_of(plan: Plan, counter: Iterator[int]) -> list[list[str]]:
@@ -50,14 +51,16 @@ def replay(geometry: Geometry, ops: list[Op], skipped: set[int], stripped: Op | 
 class Kv:
     """A KVManager, its backend, judge and transport; verbs take and return what the manager's do."""
 
-    def __init__(self, network: Network, counter: Iterator[int], *, address: str = "kv", **sizes: int) -> None:
+    def __init__(self, network: Network, counter: Iterator[int], *, address: str = "kv", **sizes: Any) -> None:
         self.geometry = Geometry(**{"pages": 8, "page_size": 2, "host_pages": 8, **sizes})
         self.judge = EdgeJudge.of(self.geometry)
         self.backend = MemoryBackend(self.geometry, judge=self.judge, record=True)
+        self.events: list[CacheEvent] = []
         self.transport = StepTransport(network, address)
         self.manager = KVManager(
-            self.geometry, self.backend, transport=self.transport, address=address, debug=True, clock=lambda: 0.0
-        )
+            self.geometry, self.backend, transport=self.transport, address=address, debug=True, clock=lambda: 0.0,
+            events=self.events,
+        )  # fmt: skip
         network.join(address, self.backend, self.manager.epoch_holds)
         self._counter = counter
 
@@ -101,9 +104,18 @@ class Kv:
         stamps = stamps_of(plan, self._counter)
         contexts = []
         for place, planned in enumerate(plan.in_step_order):
-            contexts.append([] if planned.sink else self.backend.read(planned.pages, planned.start))
+            contexts.append([] if planned.sink else self.read(planned.tables, planned.start, planned.skipped))
             self.backend.write(plan, place, stamps[place])
         return contexts
+
+    def read(self, tables: PagesView, length: int, skipped: Sequence[int], tier: Tier = Tier.DEVICE) -> list[str]:
+        """Return the first tokens of a table as the first group has them; others hold the same from their window on."""
+        size = self.geometry.page_size
+        whole: list[str] = self.backend.load(0, tables[0], 0, length, tier)
+        for group, (table, skip) in enumerate(zip(tables, skipped, strict=True)):
+            held = self.backend.load(group, table, skip * size, length, tier)
+            assert held == whole[skip * size :], f"group {group} holds {held}, the first one {whole}"
+        return whole
 
     def launch(self, plan: Plan) -> list[list[str]]:
         """Run the model of `plan`; return what each segment had in front of its tokens."""
@@ -142,16 +154,19 @@ class Kv:
         """Return what a stream stores, on the device or on the host."""
         stream = self.stream(request, label)
         assert stream is not None, f"{request}/{label} is not there"
-        if stream.residency == "OnHost":
-            return self.backend.read_host(stream.host[0], stream.length)
-        assert stream.residency in ("OnDevice", "Fetching", "FetchFailed"), stream.residency
-        return self.backend.read(stream.device[0], stream.length)
+        assert stream.residency in ("OnHost", "OnDevice", "Fetching", "FetchFailed"), stream.residency
+        on_host = stream.residency == "OnHost"
+        tables = tuple(
+            (0,) * skip + table
+            for table, skip in zip(stream.host if on_host else stream.device, stream.skipped, strict=True)
+        )
+        return self.read(tables, stream.length, stream.skipped, Tier.HOST if on_host else Tier.DEVICE)
 
-    def pages(self, request: str, label: str = MAIN) -> tuple[int, ...]:
+    def pages(self, request: str, label: str = MAIN, group: int = 0) -> tuple[int, ...]:
         """Return the device table of a stream."""
         stream = self.stream(request, label)
         assert stream is not None
-        return stream.device[0]
+        return stream.device[group]
 
     def last(self, kind: type[Op], owner: Any = None) -> Any:
         """Return the newest op of `kind`, of `owner` if given."""
@@ -183,8 +198,10 @@ class Kv:
         for request, _ in manager.view().requests:
             manager.remove(request)
         invariants.check(manager.view())
-        assert self.device_free == self.geometry.pages
-        assert self.host_free == self.geometry.host_pages
+        keys = {(group, key) for group, pool in enumerate(manager.view().device) for _, key in pool.keys}
+        assert {(group, key.hex()) for group, key in findable(self.events)} == keys
+        manager.reset_prefix_cache()
+        assert manager.pages_free() == {"device": self.geometry.group_pages, "host": self.geometry.host_group_pages}
         assert not self.judge.violations, "\n".join(map(str, self.judge.violations))
 
 
