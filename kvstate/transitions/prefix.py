@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import attrs
 
 from kvstate.prefix import Key, chain, root
-from kvstate.refusals import NotStored, Refusal
+from kvstate.refusals import NotStored, Refusal, StreamNotOnDevice
 from kvstate.state import Fetching, State
-from kvstate.transitions.claim import known, off_device
+from kvstate.transitions.claim import away, known, off_device
 from kvstate.types import MAIN
 
 
@@ -44,7 +44,10 @@ def key(state: State, request: str, tokens: Sequence[int], label: str = MAIN) ->
         return found
     stream = found.streams.get(label)
     if stream is None:
-        return NotStored(request=request, label=label, stored=0)
+        residency = away(found)
+        if residency is not None:
+            return StreamNotOnDevice(request=request, label=label, residency=residency)
+        return NotStored(request=request, label=label, stored=0) if tokens else Keyed(request, 0, 0)
     refusal = off_device(stream)
     if refusal is not None:
         return refusal

@@ -144,6 +144,17 @@ class Reservation:
             wants[draft.stream.label] = [a + b for a, b in zip(own, granted, strict=True)]
         return wants
 
+    def without_prefixes(self, leaving: Changes) -> Changes:
+        """Return the pages of `leaving` that the step does not start on."""
+        if not leaving:
+            return leaving
+        own: list[set[int]] = [set() for _ in self.wanted]
+        for draft in self.drafts.values():
+            if draft.prefix and draft.shared is not None:
+                for mine, pages in zip(own, draft.shared, strict=True):
+                    mine.update(pages)
+        return [[page for page in pages if page not in mine] for pages, mine in zip(leaving, own, strict=True)]
+
     def first_short(self, leaving: Changes = ()) -> Stream:
         """Return the stream at which the pages asked for so far are more than there are."""
         wanted = [0 for _ in self.wanted]

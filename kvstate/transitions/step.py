@@ -185,6 +185,7 @@ def _plain_rows(state: State, lease: Lease) -> tuple[list[Row | None], Reservati
 
 def _short(state: State, step: Step, asking: Reservation, leaving: Changes = ()) -> Refusal | None:
     """Return the refusal of a step that wants more pages than there are."""
+    leaving = asking.without_prefixes(leaving)
     short = state.device.short(asking.wanted, asking.owning, leaving)
     if short is None:
         return None
@@ -472,7 +473,7 @@ def _commit_row(state: State, row: Row, stored: int | None, clock: Clock, taken:
     if taken is not None:
         stream.keys, stream.stale = taken
     elif wide is not None and wide.prefix:
-        stream.keys = list(wide.prefix)
+        stream.keys = [] if stream.stale else list(wide.prefix)
     if released > before:
         # What follows is no longer the history that its tokens spell.
         assert wide is not None and wide.policy is not None
