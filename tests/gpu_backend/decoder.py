@@ -53,9 +53,9 @@ class Decoder:
         draw = torch.Generator().manual_seed(seed)
 
         def weights(rows: int, columns: int) -> Tensor:
-            return torch.randn(rows, columns, generator=draw) / rows**0.5
+            return torch.randn(rows, columns, generator=draw) * (2 / rows) ** 0.5
 
-        self.words = torch.randn(sizes.vocabulary, width, generator=draw)
+        self.words = torch.randn(sizes.vocabulary, width, generator=draw) / 2
         self.layers = [
             (
                 weights(width, width + 2 * kept), weights(width, width),
@@ -63,7 +63,7 @@ class Decoder:
             )
             for _ in sizes.windows
         ]  # fmt: skip
-        self.out = weights(width, sizes.vocabulary) * 4
+        self.out = weights(width, sizes.vocabulary)
         self.turns = 10_000.0 ** -(torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
 
     def __call__(self, words: Sequence[int], positions: Sequence[int], attend: Attend) -> Tensor:
