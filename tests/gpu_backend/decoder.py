@@ -142,6 +142,16 @@ class History:
         for rows in (self.k, self.v):
             rows[:] = [own[:first] if stop is None else torch.cat((own[:first], own[stop:])) for own in rows]
 
+    def lengthen(self, length: int) -> None:
+        """Begin with `length` tokens that are still to be put in."""
+        rows = torch.full((length, *self.k[0].shape[1:]), float("nan"), dtype=self.dtype)
+        self.k, self.v = ([rows] * len(self.sizes.windows) for _ in range(2))
+
+    def put(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
+        """Replace the tokens from `first` on of one layer."""
+        for rows, own in ((self.k, k), (self.v, v)):
+            rows[layer] = torch.cat((rows[layer][:first], own, rows[layer][first + len(own) :]))
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append K and V of the tokens of `q`, and let these see what they see."""
         self.k[layer] = torch.cat((self.k[layer], k.to(self.dtype)))
