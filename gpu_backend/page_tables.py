@@ -28,13 +28,17 @@ class Table(Protocol):
 
     @property
     def count(self) -> int:
-        """Pages."""
+        """Pages, those included that a window has left."""
+
+    @property
+    def skip(self) -> int:
+        """How many leading ones those are: nobody reads them."""
 
     def extends(self, older: Any) -> bool:
         """Tell, without looking at pages, that this begins with all of `older`; False decides nothing."""
 
     def part(self, start: int, stop: int) -> list[int]:
-        """Return pages ``start … stop``. At places that a window has left it may name anything: nobody reads them."""
+        """Return pages ``start … stop``, without those that a window has left."""
 
 
 @attrs.define(eq=False)
@@ -175,7 +179,12 @@ class PageTables:
         grown: Changed = {}
         for group, table in enumerate(tables):
             older = held[group]
-            if older is table or older.extends(table):
+            if older is table:
+                continue
+            # A row has nothing at places that its table had left when it was uploaded.
+            if older.skip > table.skip:
+                return False
+            if older.extends(table):
                 continue
             if not table.extends(older):
                 return False
@@ -207,6 +216,7 @@ class PageTables:
         """Write the new entries of all rows by one upload and one scatter."""
         places, pages = array("i"), array("i")
         for (group, place), (start, table) in changed.items():
+            start = max(start, table.skip)
             fresh = table.part(start, min(table.count, self.width))
             base = (group * len(self._rows) + place) * self.width
             places.extend(range(base + start, base + start + len(fresh)))

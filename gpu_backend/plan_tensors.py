@@ -326,8 +326,10 @@ class Addressing:
             values.extend([0] * (2 * room[1]))
         pages = []
         for group, (window, sink) in enumerate(zip(self._windows, self._sinks, strict=True)):
-            skipped = [0 if window is None or view.sink else view.skipped[group] for view in views]
-            held = counts if window is None else [count - left for count, left in zip(counts, skipped, strict=True)]
+            held, skipped = counts, [0] * len(views)
+            if window is not None:
+                skipped = [view.skipped[group] for view in views]
+                held = [count - left for count, left in zip(counts, skipped, strict=True)]
             values.extend(accumulate([*held, *ones], initial=0))
             values.extend(skipped + zeros)
             if direct:

@@ -9,7 +9,7 @@ try:
         import torch
 except ImportError:
     collect_ignore = [
-        f"test_{name}.py" for name in ("layout", "copier", "page_tables", "plan_tensors", "kv_io", "backend")
+        f"test_{name}.py" for name in ("layout", "copier", "groups", "page_tables", "plan_tensors", "kv_io", "backend")
     ]
 else:
     torch.set_num_threads(1)

@@ -53,9 +53,9 @@ class Decoder:
         draw = torch.Generator().manual_seed(seed)
 
         def weights(rows: int, columns: int) -> Tensor:
-            return torch.randn(rows, columns, generator=draw) / rows**0.5
+            return torch.randn(rows, columns, generator=draw) * (2 / rows) ** 0.5
 
-        self.words = torch.randn(sizes.vocabulary, width, generator=draw)
+        self.words = torch.randn(sizes.vocabulary, width, generator=draw) / 2
         self.layers = [
             (
                 weights(width, width + 2 * kept), weights(width, width),
@@ -63,7 +63,7 @@ class Decoder:
             )
             for _ in sizes.windows
         ]  # fmt: skip
-        self.out = weights(width, sizes.vocabulary) * 4
+        self.out = weights(width, sizes.vocabulary)
         self.turns = 10_000.0 ** -(torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
 
     def __call__(self, words: Sequence[int], positions: Sequence[int], attend: Attend) -> Tensor:
@@ -141,6 +141,16 @@ class History:
         """Forget the tokens behind the first `first`, or those from `first` up to `stop`."""
         for rows in (self.k, self.v):
             rows[:] = [own[:first] if stop is None else torch.cat((own[:first], own[stop:])) for own in rows]
+
+    def lengthen(self, length: int) -> None:
+        """Begin with `length` tokens that are still to be put in."""
+        rows = torch.full((length, *self.k[0].shape[1:]), float("nan"), dtype=self.dtype)
+        self.k, self.v = ([rows] * len(self.sizes.windows) for _ in range(2))
+
+    def put(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
+        """Replace the tokens from `first` on of one layer."""
+        for rows, own in ((self.k, k), (self.v, v)):
+            rows[layer] = torch.cat((rows[layer][:first], own, rows[layer][first + len(own) :]))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append K and V of the tokens of `q`, and let these see what they see."""
