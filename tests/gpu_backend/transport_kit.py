@@ -205,9 +205,11 @@ class Kv(memory_kit.Kv):
         self.transport: Any = made
         self.ended: dict[Any, Outcome] = {}
         self._poll, made.poll = made.poll, self._noted
+        self.events = []
         self.manager = KVManager(
-            self.geometry, self.backend, transport=made, address=address, debug=True, clock=lambda: 0.0
-        )
+            self.geometry, self.backend, transport=made, address=address, debug=True, clock=lambda: 0.0,
+            events=self.events,
+        )  # fmt: skip
         if isinstance(reach, Streets):
             reach.publishers[address] = Publisher(address, memory, pages, self.manager.epoch_holds)
         else:
