@@ -472,15 +472,16 @@ class Arena:
         return tuple(short) if any(short) else None
 
     def fragmented(self, wanted: Sequence[int], owning: Changes = (), releasing: Changes = ()) -> bool:
-        """Tell whether `wanted` pages would fit by their bytes into what nobody owns; counted as `short` counts."""
+        """Tell whether `wanted` pages would fit by their bytes into what nobody owns; parameters as of `short`."""
         # In units of a sector over the product of all that a sector may hold: whole numbers, whatever the page sizes.
         unit = 1
         for per in self.per_sector:
             unit *= per
         asked = 0
         for group, (want, pool, per) in enumerate(zip(wanted, self.pools, self.per_sector, strict=True)):
-            owned = pool.owned + (len(owning[group]) if owning else 0) - (len(releasing[group]) if releasing else 0)
-            asked += (want + owned) * (unit // per)
+            more = len(owning[group]) if owning else 0
+            less = len(releasing[group]) if releasing else 0
+            asked += (want + pool.owned + more - less) * (unit // per)
         return asked <= self.sectors * unit
 
     def free(self) -> tuple[int, ...]:

@@ -61,8 +61,7 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
         whole = state.device.sectors_for([len(pages) + ahead for pages, ahead in zip(distinct, more, strict=True)])
         if whole > state.geometry.pages:
             return TooLarge(request=request, wanted=whole, capacity=state.geometry.pages)
-        fragmented = state.device.fragmented(wanted, owning)
-        return PagesExhausted(request=request, short=short, fragmented=fragmented)
+        return PagesExhausted(request=request, short=short, fragmented=state.device.fragmented(wanted, owning))
     # Effect.
     for label in wants:
         if label not in found.streams:

@@ -330,9 +330,8 @@ class Mutant:
 
 NOT_HERE = {
     "D7": "a plan uploads its tables in the GPU backend, which has mutants of its own",
-    "O15": "nothing evicts while it reserves before there is a prefix cache",
 }
-"""MUTANT rows of O, F, S, D and P that the code so far cannot express."""
+"""MUTANT rows that the code so far cannot express."""
 
 _IDENTITY = "if isinstance(stream.residency, Offloading) and stream.residency.claim is claim:"
 

@@ -13,17 +13,20 @@ import time
 from pathlib import Path
 
 from kvstate.testing import program
-from tests.mutants.registry import MUTANTS, NOT_HERE, Mutant, hunt
+from tests.mutants import pools, registry
+from tests.mutants.registry import NOT_HERE, Mutant, hunt
+
+MUTANTS = (*registry.MUTANTS, *pools.POOLS)
 
 TARGET = Path(__file__).parents[2] / "docs" / "mutants.md"
 
 HEAD = """\
 # Mutants
 
-Known bugs of real engines and broken promises, put into the core one at a time by `tests/mutants/registry.py`. The core
-has no switch for any of them. A name such as O7 or D10 is a row of `tests/bugs/`, where tests of that name state the
-schedule and what must hold. Rows that are not one wrong line of the core (D9, D15, F6, O4, O11, O13, O14 and P6) have
-tests and no mutant.
+Known bugs of real engines and broken promises, put into the core one at a time by `registry.py` and `pools.py` in
+`tests/mutants/`. The core has no switch for any of them. A name such as O7 or D10 is a row of `tests/bugs/`, where
+tests of that name state the schedule and what must hold. Rows that are not one wrong line of the core (D9, D15, F6, O4,
+O11, O13, O14 and P6) have tests and no mutant.
 
 `layer` is who objected first while the random walk ran on the mutated core (`python -m pytest tests/mutants` asserts
 it, and that the machine as it is passes the same programs):

@@ -15,7 +15,10 @@ import pytest
 
 from kvstate.testing import program
 from kvstate.testing.walk import Tally, walk
-from tests.mutants.registry import MUTANTS, NOT_HERE, WITNESSES, Mutant, core_modules, hunt
+from tests.mutants import pools, registry
+from tests.mutants.registry import NOT_HERE, WITNESSES, Mutant, core_modules, hunt
+
+MUTANTS = (*registry.MUTANTS, *pools.POOLS)
 
 ROWS = (
     *("O1", "O2", "O3", "O5", "O6", "O7", "O8", "O10", "O12", "O15"),
@@ -23,6 +26,7 @@ ROWS = (
     *("F1", "F2", "F3", "F4", "F5"),
     *("S1", "S2", "S3", "S6"),
     *("P1", "P3", "P4", "P7"),
+    *("Q1", "Q8", "Q9", "Q10", "Q13", "Q14", "Q15"),
 )
 """The rows of `tests/bugs/` that are one wrong line of the core, and so must be a mutant."""
 
