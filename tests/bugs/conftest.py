@@ -110,11 +110,12 @@ class Kv:
 
     def read(self, tables: PagesView, length: int, skipped: Sequence[int], tier: Tier = Tier.DEVICE) -> list[str]:
         """Return the first tokens of a table as the first group has them; others hold the same from their window on."""
-        size = self.geometry.page_size
-        whole: list[str] = self.backend.load(0, tables[0], 0, length, tier)
-        for group, (table, skip) in enumerate(zip(tables, skipped, strict=True)):
-            held = self.backend.load(group, table, skip * size, length, tier)
-            assert held == whole[skip * size :], f"group {group} holds {held}, the first one {whole}"
+        read = self.backend.read if tier is Tier.DEVICE else self.backend.read_host
+        whole: list[str] = read(tables[0], length)
+        for group, (table, skip) in enumerate(zip(tables[1:], skipped[1:], strict=True), start=1):
+            first = skip * self.geometry.page_size
+            held = read(table[skip:], length - first, group)
+            assert held == whole[first:], f"group {group} holds {held}, the first one {whole}"
         return whole
 
     def launch(self, plan: Plan) -> list[list[str]]:

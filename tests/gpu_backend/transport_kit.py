@@ -42,8 +42,8 @@ from kvstate.backend import Cancelled, Failed, Outcome
 from kvstate.errors import SubmitError
 from kvstate.manager import KVManager
 from kvstate.ops import FetchBegin, Plan
+from kvstate.prefix import CacheEvent
 from kvstate.testing.judge import EdgeJudge
-from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry
 from tests.bugs import conftest as memory_kit
 
@@ -187,7 +187,7 @@ class Kv(memory_kit.Kv):
     ) -> None:
         given: dict[str, Any] = {"pages": 8, "page_size": 2, "host_pages": 8, **sizes}
         self.geometry = Geometry(**given)
-        self.judge = EdgeJudge(self.geometry.page_size, MemoryBackend.sinks_of(self.geometry))
+        self.judge = EdgeJudge.of(self.geometry)
         self.backend: Any = cpu_backend(self.geometry, judge=self.judge, head_dim=head_dim, layers=layers)
         cache = self.backend.memory.cache
         if isinstance(reach, Streets):
@@ -204,8 +204,8 @@ class Kv(memory_kit.Kv):
             made = transport(pages, self.backend.wait)
         self.transport: Any = made
         self.ended: dict[Any, Outcome] = {}
+        self.events: list[CacheEvent] = []
         self._poll, made.poll = made.poll, self._noted
-        self.events = []
         self.manager = KVManager(
             self.geometry, self.backend, transport=made, address=address, debug=True, clock=lambda: 0.0,
             events=self.events,

@@ -307,7 +307,8 @@ class Mutant:
     slow
         The walk takes longer than a few tenths of a second to find it.
     by_hand
-        For verbs that block, which no walk calls: a program that must fail under the mutant. Then `layers` is empty.
+        For verbs that block, which no walk calls, and where a short program says more: it must fail under the mutant.
+        Then `layers` is empty.
     to_come
         The layer that can see it, where this part has none. Such a mutant is registered and not run.
     """

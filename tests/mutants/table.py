@@ -37,7 +37,7 @@ it, and that the machine as it is passes the same programs):
 - **oracle**: a stream, or what a step read, holds other tokens than were committed;
 - **judge**: two ops are in conflict, and no edge orders them;
 - **crash**: the core raised;
-- **by hand**: a program in the registry, for verbs that block, which no walk calls.
+- **by hand**: a program beside the mutant: for verbs that block, which no walk calls, and for what pools must do.
 
 `seconds` and `programs` are what the walk took on one core, from the mutant's `seed` on: the first programs of a few
 seeds were looked at, and the quickest one kept. `calls` is the length of the program that shows it, after shrinking,
