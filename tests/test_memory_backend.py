@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from kvstate.errors import SubmitError
+from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan, StepBegin, StepEnd, Tier
 from kvstate.ordering import NOTHING
+from kvstate.prefix import page_keys
 from kvstate.state import Lease, OffloadClaim, OnDevice, ReloadClaim, State
 from kvstate.testing.judge import EdgeJudge
-from kvstate.testing.memory import POISON, MemoryBackend
+from kvstate.testing.memory import POISON, MemoryBackend, given_back, nobodys
 from kvstate.transitions import lifecycle, offload, reload, step
 from kvstate.types import Geometry, Group, LabelFork, Segment, Step
 
@@ -305,3 +307,42 @@ def test_sinks_do_not_reach_into_the_sectors_in_front_of_them() -> None:
 
 def test_many_tables_of_any_group_are_read_at_once() -> None:
     assert shared().read_many([[0], [2, 1]], [2, 5], group=1) == [[*"aa"], [*"ccccb"]]
+
+
+# -- which pages the harness may spoil
+
+
+def filled(geometry: Geometry) -> KVManager:
+    """Return a manager whose request has stored twelve tokens, four of them findable."""
+    kv = KVManager(geometry, MemoryBackend(geometry), debug=True)
+    kv.ingest("r")
+    lease = kv.admit(Step((Segment("r", span=12),)))
+    assert isinstance(lease, Lease)
+    plan = kv.plan(lease)
+    assert isinstance(plan, Plan)
+    with kv.launch(plan):
+        pass
+    kv.commit(lease)
+    kv.key("r", range(4))
+    return kv
+
+
+def test_pages_of_nobody_are_those_that_are_neither_owned_nor_findable() -> None:
+    kv = filled(GEOMETRY)
+    before = kv.view()
+    assert nobodys(before) == [(Tier.DEVICE, 0, [3, 4, 5, 6, 7]), (Tier.HOST, 0, list(range(8)))]
+    kv.remove("r")
+    assert kv.match(page_keys(range(4), 4)) == 1
+    assert given_back(before, kv.view()) == [(Tier.DEVICE, 0, [1, 2])]
+    assert given_back(kv.view(), kv.view()) == []
+
+
+def test_bytes_that_another_group_was_lent_are_not_spoiled() -> None:
+    geometry = Geometry(pages=6, page_size=4, groups=(Group("full", 256), Group("window", 128)))
+    kv = filled(geometry)
+    before = kv.view()
+    # Three sectors of the first group, two of the second with a page left, and one of nobody.
+    assert [has for has in before.device_lent] == [0, 0, 0, 1, 1, None]
+    assert nobodys(before)[:2] == [(Tier.DEVICE, 0, [5]), (Tier.DEVICE, 1, [9, 10, 11])]
+    kv.remove("r")
+    assert given_back(before, kv.view()) == [(Tier.DEVICE, 0, [1, 2, 4]), (Tier.DEVICE, 1, [2, 3, 4, 5, 7, 8])]

@@ -13,7 +13,7 @@ from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import GARBAGE, MemoryBackend
 from kvstate.testing.transport import Network, StepTransport, ThreadTransport
 from kvstate.transitions import lifecycle, retrieve, step
-from kvstate.types import Geometry, Publication, Segment, Step
+from kvstate.types import Geometry, Group, Publication, Segment, Step
 
 GEOMETRY = Geometry(pages=8, page_size=4, host_pages=8)
 
@@ -21,10 +21,10 @@ GEOMETRY = Geometry(pages=8, page_size=4, host_pages=8)
 class Worker:
     """A state and its backend on a network, driven by hand."""
 
-    def __init__(self, network: Network, address: str) -> None:
-        self.state = State(GEOMETRY, address)
-        self.judge = EdgeJudge(GEOMETRY.page_size, MemoryBackend.sinks_of(GEOMETRY))
-        self.backend = MemoryBackend(GEOMETRY, judge=self.judge)
+    def __init__(self, network: Network, address: str, geometry: Geometry = GEOMETRY) -> None:
+        self.state = State(geometry, address)
+        self.judge = EdgeJudge.of(geometry)
+        self.backend = MemoryBackend(geometry, judge=self.judge)
         self.transport: Transport | None = None
         network.join(address, self.backend, self.holds)
         lifecycle.ingest(self.state, "r")
@@ -202,6 +202,67 @@ def test_a_start_can_be_refused(network: Network, publisher: Worker, consumer: W
     retrieve.cancelled(consumer.state, next(iter(consumer.state.claims.values())))  # type: ignore[arg-type]
     with pytest.raises(SubmitError, match="has not joined the network"):
         consumer.retrieve(publisher.publish())
+
+
+# -- several groups, one of them with a window
+
+SHARED = Geometry(pages=12, page_size=4, groups=(Group("full", 256), Group("window", 128, window=6)))
+
+
+def in_groups(worker: Worker) -> list[str]:
+    """Return what each group holds of the stream, from the first page on that it holds."""
+    stream = worker.state.requests["r"].streams["main"]
+    assert isinstance(stream.residency, OnDevice)
+    return [
+        "".join(map(str, worker.backend.read(list(table), stream.length - table.skip * 4, group)))
+        for group, table in enumerate(stream.residency.tables)
+    ]
+
+
+def test_a_fetch_copies_to_each_group_what_it_will_hold(network: Network) -> None:
+    publisher, consumer = Worker(network, "publisher", SHARED), Worker(network, "consumer", SHARED)
+    transport = stepped(network, consumer)
+    publisher.compute("abcdefghij")
+    publisher.compute("klmn")
+    fetch = consumer.retrieve(publisher.publish())
+    assert fetch.op is not None and fetch.op.firsts == (0, 2)
+    transport.copy(fetch)
+    transport.finish(fetch)
+    retrieve.landed(consumer.state, fetch)
+    consumer.drain()
+    assert in_groups(consumer) == in_groups(publisher) == ["abcdefghijklmn", "ijklmn"]
+    consumer.compute("op")
+    assert in_groups(consumer) == ["abcdefghijklmnop", "ijklmnop"]
+    assert consumer.judge.violations == []
+
+
+def test_a_fetch_of_groups_writes_behind_the_tokens_that_are_there(network: Network) -> None:
+    publisher, consumer = Worker(network, "publisher", SHARED), Worker(network, "consumer", SHARED)
+    transport = stepped(network, consumer)
+    publisher.compute("abcdefgh")
+    consumer.compute("ABCDEF")
+    fetch = consumer.retrieve(publisher.publish())
+    transport.copy(fetch)
+    transport.finish(fetch)
+    retrieve.landed(consumer.state, fetch)
+    consumer.drain()
+    assert in_groups(consumer) == ["ABCDEFgh", "ABCDEFgh"]
+    assert consumer.judge.violations == []
+
+
+def test_a_failed_fetch_leaves_garbage_in_every_group(network: Network) -> None:
+    publisher, consumer = Worker(network, "publisher", SHARED), Worker(network, "consumer", SHARED)
+    transport = stepped(network, consumer)
+    publisher.compute("abcdefghijklmn")
+    fetch = consumer.retrieve(publisher.publish())
+    transport.copy(fetch, tokens=5)
+    assert fetch.op is not None
+    full, window = fetch.op.tables
+    assert consumer.backend.read(full, 5) == [*"abcde"]
+    assert "i" not in consumer.backend.read(window, 6, 1), "five tokens end in front of the window"
+    transport.fail(fetch, "link down")
+    assert consumer.backend.read(full, 7) == [GARBAGE] * 7
+    assert consumer.backend.read(window, 3, 1) == [GARBAGE] * 3
 
 
 # -- with a thread
