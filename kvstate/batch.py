@@ -1,0 +1,213 @@
+"""What the scheduler hands out and gets back: batches, updates, and the outcomes without a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import attrs
+
+from kvstate.ops import Plan
+from kvstate.reasons import Decision, Reason
+from kvstate.refusals import Refusal
+from kvstate.requests import Output, Work
+from kvstate.state import Lease
+
+
+@attrs.frozen
+class Entry:
+    """One segment of a batch, in the order of the step's segments.
+
+    Parameters
+    ----------
+    request, sample
+        Whose it is.
+    start, span
+        It computes the keys and values of tokens ``start … start + span`` of the request; those in front are stored.
+    tokens
+        What is fed. None is the token that the batch before this one samples, while nobody has seen it.
+    feeds
+        Place of that token among all that the batch before samples; None when nothing is missing.
+    draws
+        Tokens to sample behind the last one fed: 0 in the middle of a prompt, several where samples are forked.
+    """
+
+    request: str
+    sample: int
+    start: int
+    span: int
+    tokens: tuple[int | None, ...]
+    feeds: int | None
+    draws: int
+
+
+class Batch:
+    """A step that is admitted and planned: launch its `plan`, then give what was sampled to `Scheduler.update`.
+
+    Attributes
+    ----------
+    lease, plan
+        The manager's. `Scheduler.promote` replaces a plan that went stale.
+    ended
+        Outputs of requests that ended while the batch was put together.
+    """
+
+    __slots__ = ("_spans", "_starts", "draws", "ended", "forks", "lease", "notes", "plan", "previous", "serial", "works")
+
+    def __init__(
+        self,
+        serial: int,
+        lease: Lease,
+        plan: Plan,
+        works: tuple[Work, ...],
+        starts: Sequence[int] | None,
+        spans: Sequence[int] | None,
+        draws: Sequence[int] | None,
+        forks: dict[int, tuple[Work, ...]],
+        previous: Batch | None,
+        notes: Sequence[tuple[Work, Reason, Refusal | None]],
+        ended: tuple[Output, ...],
+    ) -> None:
+        self.serial = serial
+        self.lease = lease
+        self.plan = plan
+        self.works = works
+        # None: all decode, so each entry computes one token and draws one.
+        self._starts = starts
+        self._spans = spans
+        self.draws = draws
+        # The samples that are forked, by the place of their first.
+        self.forks = forks
+        self.previous = previous
+        self.notes = notes
+        self.ended = ended
+
+    def __repr__(self) -> str:
+        return f"<batch {self.serial} of {len(self.works)}>"
+
+    def __len__(self) -> int:
+        return len(self.works)
+
+    @property
+    def plain(self) -> bool:
+        """True when every entry computes and samples one token."""
+        return self.draws is None
+
+    def span(self, place: int) -> int:
+        """Return the tokens that an entry computes."""
+        return 1 if self._spans is None else self._spans[place]
+
+    def start(self, place: int) -> int:
+        """Return the first token that an entry computes."""
+        if self._starts is not None:
+            return self._starts[place]
+        row, start = self.lease.placed(place)
+        return start + (row.released_before if row is not None else 0)
+
+    def drawn(self, place: int) -> int:
+        """Return how many tokens an entry samples."""
+        return 1 if self.draws is None else self.draws[place]
+
+    @property
+    def tokens_drawn(self) -> int:
+        """Tokens that the whole batch samples."""
+        return len(self.works) if self.draws is None else sum(self.draws)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What the model is to compute, one entry per segment of the step."""
+        feeds: dict[int, int] = {}
+        if self.previous is not None:
+            at = 0
+            for place, work in enumerate(self.previous.works):
+                feeds[work.rank] = at
+                at += self.previous.drawn(place)
+        return tuple(self._entry(place, feeds) for place in range(len(self.works)))
+
+    def _entry(self, place: int, feeds: dict[int, int]) -> Entry:
+        work = self.works[place]
+        start, span = self.start(place), self.span(place)
+        fed: tuple[int | None, ...] = tuple(work.tokens[start : start + span])
+        missing = span - len(fed)
+        return Entry(
+            work.request.id,
+            work.sample,
+            start,
+            span,
+            fed + (None,) * missing,
+            feeds.get(work.rank) if missing else None,
+            self.drawn(place),
+        )
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Why each request was chosen, skipped, evicted or left waiting when this batch was put together."""
+        noted = decisions(self.notes)
+        if self.notes and any(reason in _CHOSEN for _, reason, _ in self.notes):
+            return noted
+        return tuple(Decision(work.request.id, work.sample, Reason.DECODES) for work in self.works) + noted
+
+
+_CHOSEN = frozenset({Reason.DECODES, Reason.PREFILLS, Reason.STARTS, Reason.RESTORED})
+
+
+def decisions(notes: Sequence[tuple[Work, Reason, Refusal | None]]) -> tuple[Decision, ...]:
+    """Return notes as decisions."""
+    return tuple(Decision(work.request.id, work.sample, reason, refusal) for work, reason, refusal in notes)
+
+
+@attrs.frozen
+class Idle:
+    """Nothing is live: there is nothing to do. `ended` are outputs of requests that ended in this call."""
+
+    ended: tuple[Output, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+
+@attrs.frozen
+class InFlight:
+    """Nothing can be scheduled before a batch that is in flight was given to `Scheduler.update`."""
+
+    ended: tuple[Output, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+
+@attrs.frozen
+class Blocked:
+    """Nothing can run and nothing is in flight: somebody else holds the pages, or the manager refuses everything."""
+
+    refusal: Refusal
+    ended: tuple[Output, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+    def __str__(self) -> str:
+        return f"nothing can run and nothing is in flight: {self.refusal}"
+
+
+Scheduled = Batch | Idle | InFlight | Blocked
+
+
+@attrs.frozen(eq=False, slots=False)
+class Update:
+    """What a batch's tokens changed.
+
+    Parameters
+    ----------
+    advanced
+        The samples that got a token.
+    ended
+        Outputs of the samples that ended.
+    late
+        Tokens that came for somebody who had given them up.
+    """
+
+    advanced: Sequence[Work]
+    ended: tuple[Output, ...]
+    late: int = 0
+
+    @cached_property
+    def outputs(self) -> tuple[Output, ...]:
+        """A snapshot of every sample that got a token or ended, as of when this is first asked for."""
+        ended = {(output.request, output.sample): output for output in self.ended}
+        got = tuple(ended.pop((work.request.id, work.sample), None) or work.output() for work in self.advanced)
+        return got + tuple(ended.values())
