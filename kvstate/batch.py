@@ -7,8 +7,9 @@ from functools import cached_property
 
 import attrs
 
+from kvstate.drafting import Draft
 from kvstate.ops import Plan
-from kvstate.reasons import Decision, Reason
+from kvstate.reasons import CHOSEN, Decision, Reason
 from kvstate.refusals import Refusal
 from kvstate.requests import Output, Work
 from kvstate.state import Lease
@@ -52,7 +53,7 @@ class Batch:
         Outputs of requests that ended while the batch was put together.
     """
 
-    __slots__ = ("_spans", "_starts", "draws", "ended", "forks", "lease", "notes", "plan", "previous", "serial", "works")
+    __slots__ = ("_drafts", "ended", "lease", "notes", "plan", "previous", "serial", "works")
 
     def __init__(
         self,
@@ -60,27 +61,19 @@ class Batch:
         lease: Lease,
         plan: Plan,
         works: tuple[Work, ...],
-        starts: Sequence[int] | None,
-        spans: Sequence[int] | None,
-        draws: Sequence[int] | None,
-        forks: dict[int, tuple[Work, ...]],
+        drafts: Sequence[Draft] | None,
         previous: Batch | None,
         notes: Sequence[tuple[Work, Reason, Refusal | None]],
-        ended: tuple[Output, ...],
     ) -> None:
         self.serial = serial
         self.lease = lease
         self.plan = plan
         self.works = works
         # None: all decode, so each entry computes one token and draws one.
-        self._starts = starts
-        self._spans = spans
-        self.draws = draws
-        # The samples that are forked, by the place of their first.
-        self.forks = forks
+        self._drafts = drafts
         self.previous = previous
         self.notes = notes
-        self.ended = ended
+        self.ended: tuple[Output, ...] = ()
 
     def __repr__(self) -> str:
         return f"<batch {self.serial} of {len(self.works)}>"
@@ -90,28 +83,40 @@ class Batch:
 
     @property
     def plain(self) -> bool:
-        """True when every entry computes and samples one token."""
-        return self.draws is None
+        """True when every entry computes and draws one token of a request that decodes."""
+        return self._drafts is None
 
     def span(self, place: int) -> int:
         """Return the tokens that an entry computes."""
-        return 1 if self._spans is None else self._spans[place]
+        return 1 if self._drafts is None else self._drafts[place].span
 
     def start(self, place: int) -> int:
         """Return the first token that an entry computes."""
-        if self._starts is not None:
-            return self._starts[place]
+        if self._drafts is not None:
+            return self._drafts[place].start
         row, start = self.lease.placed(place)
         return start + (row.released_before if row is not None else 0)
 
+    def found(self, place: int) -> int:
+        """Return the tokens that an entry starts behind because the prefix cache had them."""
+        return self.start(place) if self.lease.step.segments[place].prefix else 0
+
     def drawn(self, place: int) -> int:
-        """Return how many tokens an entry samples."""
-        return 1 if self.draws is None else self.draws[place]
+        """Return how many tokens an entry draws."""
+        return 1 if self._drafts is None else self._drafts[place].draws
+
+    def children(self, place: int) -> tuple[Work, ...]:
+        """Return the samples that get their first token from an entry, its own sample left out."""
+        return () if self._drafts is None else self._drafts[place].children
+
+    def forks(self, place: int) -> bool:
+        """Tell whether those samples are forked from an entry; where they may have one token only, they need not be."""
+        return self._drafts is not None and bool(self._drafts[place].forks)
 
     @property
     def tokens_drawn(self) -> int:
-        """Tokens that the whole batch samples."""
-        return len(self.works) if self.draws is None else sum(self.draws)
+        """Tokens that the whole batch draws."""
+        return len(self.works) if self._drafts is None else sum(one.draws for one in self._drafts)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -143,12 +148,9 @@ class Batch:
     def decisions(self) -> tuple[Decision, ...]:
         """Why each request was chosen, skipped, evicted or left waiting when this batch was put together."""
         noted = decisions(self.notes)
-        if self.notes and any(reason in _CHOSEN for _, reason, _ in self.notes):
+        if self.notes and any(reason in CHOSEN for _, reason, _ in self.notes):
             return noted
         return tuple(Decision(work.request.id, work.sample, Reason.DECODES) for work in self.works) + noted
-
-
-_CHOSEN = frozenset({Reason.DECODES, Reason.PREFILLS, Reason.STARTS, Reason.RESTORED})
 
 
 def decisions(notes: Sequence[tuple[Work, Reason, Refusal | None]]) -> tuple[Decision, ...]:
@@ -207,7 +209,6 @@ class Update:
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:
-        """A snapshot of every sample that got a token or ended, as of when this is first asked for."""
+        """A snapshot of every sample that got a token, as of when this is first asked for."""
         ended = {(output.request, output.sample): output for output in self.ended}
-        got = tuple(ended.pop((work.request.id, work.sample), None) or work.output() for work in self.advanced)
-        return got + tuple(ended.values())
+        return tuple(ended.get((work.request.id, work.sample)) or work.output() for work in self.advanced)

@@ -65,3 +65,15 @@ def largest_chunk(
     while chunk and not fits(geometry, pages_at_most(geometry, prompt, tokens_max, chunk, retention)):
         chunk //= 2
     return chunk
+
+
+def forks_fit(geometry: Geometry, prompt: int, samples: int) -> bool:
+    """Tell whether the step that finishes a prompt can be admitted with a fork for each further sample.
+
+    A fork takes a page of its own where the last one of the prompt is only partly filled.
+    """
+    tails = samples - 1 if prompt % geometry.page_size else 0
+    groups = range(len(geometry.groups))
+    return fits(
+        geometry, [geometry.pages_for(prompt) - geometry.skipped(group, prompt - 1) + tails for group in groups]
+    )

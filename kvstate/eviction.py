@@ -13,7 +13,6 @@ pages has had that. Then requests leave, picked among those that starve, and for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import attrs
 
@@ -157,5 +156,3 @@ def _settle(manager: KVManager, one: Starved, claim: OffloadClaim) -> Verdict:
 def _reset(manager: KVManager, one: Starved, reason: Reason, refusal: Refusal) -> Verdict:
     manager.reset(one.request)
     return Verdict(one.request, reason, refusal)
-
-

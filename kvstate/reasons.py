@@ -22,6 +22,7 @@ class Reason(enum.Enum):
     LAST_IN_FLIGHT = "the token in flight is the last that it may have"
     BUDGET_SPENT = "the step's token budget is spent"
     BATCH_FULL = "the step has as many requests as it may"
+    NOT_READY = "its step was refused, and may be admitted later"
     STARVED = "it is short of pages: it starves"
 
     # Waiting, and not admitted.
@@ -51,6 +52,10 @@ class Reason(enum.Enum):
 
     # Ended.
     EXPELLED = "its step was refused for good: it fails alone"
+
+
+CHOSEN = frozenset({Reason.DECODES, Reason.PREFILLS, Reason.STARTS, Reason.RESTORED})
+"""The reasons of those that are in a step."""
 
 
 @attrs.frozen

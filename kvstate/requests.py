@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from kvstate.prefix import Key, page_keys
 from kvstate.refusals import Refusal
 from kvstate.types import RequestConfig, Segment, StreamId
 
@@ -186,17 +187,17 @@ class Work:
     """
 
     __slots__ = (
-        "ahead", "arrival_s", "cached_tokens", "children", "chunk", "decode", "error", "finish", "finished_s", "first",
-        "first_scheduled_s", "first_token_s", "key", "keyed", "late_tokens", "limit", "logprobs", "offloads", "pending",
-        "phase", "rank", "recomputed_tokens", "reload_failures", "request", "sample", "soft_resets", "stop", "stored",
-        "stream", "stored_most",
+        "ahead", "arrival_s", "cached_tokens", "children", "chunk", "decode", "error", "finish", "finished_s",
+        "first", "first_scheduled_s", "first_token_s", "key", "keyed", "late_tokens", "limit", "logprobs",
+        "offloads", "pending", "phase", "prefix", "rank", "recomputed_tokens", "reload_failures", "request",
+        "sample", "soft_resets", "stop", "stored", "stored_most", "stream", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, sample: int, rank: int, chunk: int, arrival_s: float) -> None:
         self.request = request
         self.sample = sample
         self.key = request.key(sample)
-        # The order of arrival, samples of a request in a row: the age that eviction goes by, whatever happens meanwhile.
+        # Its place in the order of arrival: the age that eviction goes by, whatever it has been through since.
         self.rank = rank
         # Tokens of one step, at most.
         self.chunk = chunk
@@ -214,6 +215,8 @@ class Work:
         # Tokens whose pages have been offered to the prefix cache; and the most that was ever stored.
         self.keyed = 0
         self.stored_most = 0
+        # Keys of the whole pages of all but the last token, once they were asked for.
+        self.prefix: tuple[Key, ...] | None = None
         # Samples that are forked from this one once it has its prompt.
         self.children: list[Work] = []
         self.reload_failures = 0
@@ -237,11 +240,19 @@ class Work:
         """Tokens generated so far."""
         return len(self.tokens) - self.first
 
+    def prefix_keys(self, page_size: int) -> tuple[Key, ...]:
+        """Return the keys under which the tokens in front of the last known one may be found."""
+        if self.prefix is None:
+            salt = self.request.config.cache_salt if self.request.config is not None else ""
+            self.prefix = page_keys(self.tokens[:-1], page_size, salt)
+        return self.prefix
+
     def soft_reset(self) -> None:
         """Begin again with all known tokens as the prompt; everything else about the request stays."""
         self.stored_most = max(self.stored_most, self.stored)
         self.stored = self.ahead = self.keyed = self.reload_failures = 0
         self.pending = False
+        self.prefix = None
         self.soft_resets += 1
         self.phase = Phase.WAITING
 

@@ -1,0 +1,137 @@
+"""What the tokens of a committed batch change: who got one, who ends, who is forked, which pages become findable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstate.batch import Batch, Update
+from kvstate.manager import KVManager
+from kvstate.refusals import Refusal
+from kvstate.requests import Finish, Output, Work
+from kvstate.roster import Roster
+
+
+class Engine(Protocol):
+    """What of a Scheduler settling needs."""
+
+    manager: KVManager
+    roster: Roster
+    prefix_cache: bool
+    clock: Callable[[], float]
+
+
+def settle(
+    engine: Engine, batch: Batch, dropped: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float] | None
+) -> Update:
+    """Hand out the tokens of a committed batch. `dropped` are the places whose requests have left, or were set back."""
+    if batch.plain and not dropped and logprobs is None:
+        advanced: Sequence[Work] = batch.works
+        ended = _settle_plain(batch.works, tokens)
+        late = 0
+    else:
+        advanced, ended, late = _settle_each(engine, batch, frozenset(dropped), tokens, logprobs)
+    if engine.prefix_cache:
+        for place, work in enumerate(batch.works):
+            if place not in dropped:
+                offer(engine.manager, work)
+    outputs: tuple[Output, ...] = ()
+    if ended:
+        outputs = tuple(engine.roster.end(work, finish) for work, finish in ended)
+    return Update(advanced, outputs, late)
+
+
+Ended = list[tuple[Work, Finish]]
+
+
+def _settle_plain(works: Sequence[Work], tokens: Sequence[int]) -> Ended:
+    """Hand out one token each to those that decode. This is what most steps are, so it does nothing else."""
+    ended: Ended = []
+    for work, token in zip(works, tokens, strict=True):
+        known = work.tokens
+        known.append(token)
+        work.stored += 1
+        if token in work.stop:
+            ended.append((work, Finish.STOP))
+        elif len(known) >= work.limit:
+            ended.append((work, Finish.LENGTH))
+    return ended
+
+
+def _settle_each(
+    engine: Engine, batch: Batch, dropped: frozenset[int], tokens: Sequence[int], logprobs: Sequence[float] | None
+) -> tuple[list[Work], Ended, int]:
+    advanced: list[Work] = []
+    ended: Ended = []
+    late = 0
+    at = 0
+    forked = forked_lengths(batch)
+    for place, work in enumerate(batch.works):
+        draws = batch.drawn(place)
+        drawn = tokens[at : at + draws]
+        logs = logprobs[at : at + draws] if logprobs is not None else None
+        at += draws
+        if place in dropped:
+            # Late: it left, or was set back to what it had before this step, which it computes again.
+            late += draws
+            work.late_tokens += draws
+            continue
+        _store(batch, place, work)
+        for sample, one in enumerate((work, *batch.children(place))[:draws]):
+            if one is not work and batch.forks(place):
+                _fork(engine, work, one, forked.get(one.key, 0))
+            finish = give(engine, one, drawn[sample], logs[sample] if logs is not None else None)
+            advanced.append(one)
+            if finish is not None:
+                ended.append((one, finish))
+        if draws > 1:
+            work.children = []
+    return advanced, ended, late
+
+
+def _store(batch: Batch, place: int, work: Work) -> None:
+    """Note what a segment has stored, and what of it was stored before or found."""
+    start = batch.start(place)
+    stop = start + batch.span(place)
+    found = batch.found(place)
+    work.cached_tokens += found
+    work.keyed = max(work.keyed, found)
+    work.recomputed_tokens += max(0, min(stop, work.stored_most) - start)
+    work.stored = stop
+
+
+def give(engine: Engine, work: Work, token: int, logprob: float | None) -> Finish | None:
+    """Give a sample its next token; return how that ends it, or None."""
+    work.tokens.append(token)
+    if logprob is not None:
+        work.logprobs = work.logprobs if work.logprobs is not None else []
+        work.logprobs.append(logprob)
+    if work.first_token_s is None:
+        work.first_token_s = engine.clock()
+    if token in work.stop:
+        return Finish.STOP
+    return Finish.LENGTH if len(work.tokens) >= work.limit else None
+
+
+def forked_lengths(batch: Batch) -> dict[str, int]:
+    """Return what each sample that was to be forked stores now; 0 where the copy of its last page failed."""
+    return {fork.target.stream.request.id: fork.target.stream.length for fork in batch.lease.forks if not fork.pre}
+
+
+def _fork(engine: Engine, parent: Work, child: Work, length: int) -> None:
+    """Let a forked sample go on by itself; one whose copy failed computes the prompt itself."""
+    child.first_scheduled_s = parent.first_scheduled_s
+    if length:
+        child.stored = parent.stored
+        child.keyed = parent.keyed
+        engine.roster.activate(child)
+    else:
+        engine.roster.begin_again(child)
+
+
+def offer(manager: KVManager, work: Work) -> None:
+    """Make the pages of `work` findable that have been filled since the last offer."""
+    size = manager.geometry.page_size
+    whole = work.stored // size * size
+    if whole > work.keyed and not isinstance(manager.key(work.key, tuple(work.tokens[work.keyed : whole])), Refusal):
+        work.keyed = whole
