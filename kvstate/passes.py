@@ -255,5 +255,5 @@ def look_ahead(active: Sequence[Work], flight: Sequence[Batch]) -> None:
         void = frozenset(batch.lease.void_places())
         for place, work in enumerate(batch.works):
             if work.phase is Phase.ACTIVE and place not in void:
-                work.ahead += batch.span(place)
+                work.ahead += batch.found(place) + batch.span(place)
                 work.pending = batch.drawn(place) > 0

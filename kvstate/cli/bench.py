@@ -19,9 +19,9 @@ from rich.table import Table
 
 from kvstate.cli import Exit
 from kvstate.cli.bench_copy import bench_copy
+from kvstate.cli.bench_schedule import bench_schedule
+from kvstate.cli.null_backend import NullBackend
 from kvstate.manager import KVManager
-from kvstate.ops import Op
-from kvstate.ordering import NOTHING, Clock
 from kvstate.refusals import Refusal
 from kvstate.types import Geometry, Segment, Step
 
@@ -29,29 +29,6 @@ PAGE_SIZE = 16
 STREAMS = (1, 32, 256)
 TOKENS = (1024, 8192)
 CLAIM_PAGES = (64, 512, 4096)
-
-
-class NullBackend:
-    """Submits nothing."""
-
-    def submit(self, op: Op) -> None:
-        """Do nothing."""
-
-    def skip(self, op: Op) -> None:
-        """Do nothing."""
-
-    def completed(self) -> Clock:
-        """Return nothing: no copy ever ran."""
-        return NOTHING
-
-    def wait(self, clock: Clock) -> None:
-        """Return at once."""
-
-    def lose(self, why: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _done(result: Any) -> Any:
@@ -187,3 +164,4 @@ def bench_claim(repeats: int, json_file: Path | None) -> None:
 
 
 bench.add_command(bench_copy)
+bench.add_command(bench_schedule)
