@@ -8,11 +8,15 @@ from functools import cached_property
 import attrs
 
 from kvstate.drafting import Draft
+from kvstate.errors import KVStateError
 from kvstate.ops import Plan
 from kvstate.reasons import CHOSEN, Decision, Reason
 from kvstate.refusals import Refusal
 from kvstate.requests import Output, Work
 from kvstate.state import Lease
+
+Notes = list[tuple[Work, Reason, Refusal | None]]
+"""Decisions while a step is put together; made into `Decision` values when somebody asks."""
 
 
 @attrs.frozen
@@ -63,7 +67,7 @@ class Batch:
         works: tuple[Work, ...],
         drafts: Sequence[Draft] | None,
         previous: Batch | None,
-        notes: Sequence[tuple[Work, Reason, Refusal | None]],
+        notes: Notes,
     ) -> None:
         self.serial = serial
         self.lease = lease
@@ -153,9 +157,16 @@ class Batch:
         return tuple(Decision(work.request.id, work.sample, Reason.DECODES) for work in self.works) + noted
 
 
-def decisions(notes: Sequence[tuple[Work, Reason, Refusal | None]]) -> tuple[Decision, ...]:
+def decisions(notes: Notes) -> tuple[Decision, ...]:
     """Return notes as decisions."""
     return tuple(Decision(work.request.id, work.sample, reason, refusal) for work, reason, refusal in notes)
+
+
+class BatchOutOfOrder(KVStateError):
+    """A batch was updated, aborted or promoted that is not in flight, or updated before an older one."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(f"{batch!r} is not the oldest in flight; update batches once each, in the order of schedule")
 
 
 @attrs.frozen
@@ -201,11 +212,14 @@ class Update:
         Outputs of the samples that ended.
     late
         Tokens that came for somebody who had given them up.
+    decisions
+        What was decided about samples whose fork failed.
     """
 
     advanced: Sequence[Work]
     ended: tuple[Output, ...]
     late: int = 0
+    decisions: tuple[Decision, ...] = ()
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:

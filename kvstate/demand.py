@@ -67,13 +67,16 @@ def largest_chunk(
     return chunk
 
 
-def forks_fit(geometry: Geometry, prompt: int, samples: int) -> bool:
-    """Tell whether the step that finishes a prompt can be admitted with a fork for each further sample.
+def largest_fork(geometry: Geometry, prompt: int, samples: int, chunk: int) -> int:
+    """Return the largest chunk, as `largest_chunk` does, in which a prompt can be finished and forked; 0 if none.
 
-    A fork takes a page of its own where the last one of the prompt is only partly filled.
+    Each further sample is a fork, which takes a page of its own where the last one of the prompt is only partly filled.
     """
     tails = samples - 1 if prompt % geometry.page_size else 0
-    groups = range(len(geometry.groups))
-    return fits(
-        geometry, [geometry.pages_for(prompt) - geometry.skipped(group, prompt - 1) + tails for group in groups]
-    )
+    while chunk:
+        start = max(0, prompt - chunk)
+        held = [geometry.pages_for(prompt) - geometry.skipped(group, start) for group in range(len(geometry.groups))]
+        if fits(geometry, [pages + tails for pages in held]):
+            break
+        chunk //= 2
+    return chunk

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import attrs
 
-from kvstate.batch import Batch
+from kvstate.batch import Batch, Notes
 from kvstate.drafting import Draft, draft, fit, step_of
 from kvstate.manager import KVManager
 from kvstate.prefix import Key
@@ -20,8 +20,6 @@ from kvstate.types import Step
 
 RELOADS_FAILED_MAX = 3
 """Copies from the host that fail in a row before a request begins again instead."""
-
-Notes = list[tuple[Work, Reason, Refusal | None]]
 
 
 class Rules(Protocol):
@@ -54,6 +52,8 @@ class Pass:
         self.ended: list[Output] = []
         self.refusal: Refusal | None = None
         self.reload_failed = False
+        # The next one who waits, when it was refused.
+        self.turned_away: Draft | None = None
 
     @property
     def dead(self) -> bool:
@@ -169,8 +169,7 @@ class Pass:
         """Return why nobody who waits may even try, or None."""
         if starved:
             return Reason.OTHERS_STARVE
-        # Only an active request can end, so without one nobody would lift the bar.
-        return Reason.BARRED if self.roster.waiting.barred and self.roster.active else None
+        return Reason.BARRED if self.roster.waiting.barred else None
 
     def enter(self, budget: int, held: int) -> tuple[list[Draft], list[tuple[Draft, ReloadClaim]]]:
         """Find those who wait that fit behind a step that is admitted, with `budget` and `held` places taken.
@@ -199,13 +198,15 @@ class Pass:
                     if refusal is None:
                         fresh.append(one)
                 if refusal is not None:
-                    self.turned_away(work, refusal)
+                    self.turn_away(one, refusal)
                     break
                 budget -= one.span
         return fresh, claims
 
-    def turned_away(self, work: Work, refusal: Refusal) -> None:
+    def turn_away(self, one: Draft, refusal: Refusal) -> None:
         """Note why the next one who waits does not get in; what can never get in fails, alone."""
+        work = one.work
+        self.turned_away = one
         self.refusal = self.refusal or refusal
         if refusal.kind is Kind.TERMINAL and not self.dead:
             self.expel(work, refusal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-from kvstate.demand import forks_fit, largest_chunk, pages_at_most, sectors_of
+from kvstate.demand import largest_chunk, largest_fork, pages_at_most, sectors_of
 from kvstate.manager import KVManager
 from kvstate.refusals import Refusal, TooLarge
 from kvstate.requests import (
@@ -81,9 +81,12 @@ class Roster:
             child.phase = Phase.FORKING
         works[0].children = works[1:]
         self.waiting.join(works[0])
-        forked = request.tokens_max > 1 and request.samples > 1
-        if forked and not forks_fit(self._manager.geometry, len(request.prompt), request.samples):
-            self.unfork(works[0])
+        if request.tokens_max > 1 and request.samples > 1:
+            fork = largest_fork(self._manager.geometry, len(request.prompt), request.samples, chunk)
+            if fork:
+                works[0].chunk = fork
+            else:
+                self.unfork(works[0])
         return Added(request.id)
 
     def _chunk(self, request: GenerationRequest, budget: int) -> int | Refusal:

@@ -17,27 +17,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvstate.batch import Batch, Blocked, Idle, InFlight, Scheduled, Update, decisions
+from kvstate.batch import Batch, BatchOutOfOrder, Blocked, Idle, InFlight, Notes, Scheduled, Update, decisions
 from kvstate.drafting import Draft
-from kvstate.errors import KVStateError, Refused
+from kvstate.errors import Refused
 from kvstate.eviction import relieve
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
-from kvstate.passes import Chosen, Notes, Pass
+from kvstate.passes import Chosen, Pass
 from kvstate.reasons import Decision, Reason
 from kvstate.refusals import NotLaunched, OutOfOrder, Refusal
 from kvstate.requests import Added, Finish, GenerationRequest, Output, Phase, Work
 from kvstate.roster import Roster
 from kvstate.settling import settle
 from kvstate.state import Lease
-from kvstate.types import Step
-
-
-class BatchOutOfOrder(KVStateError):
-    """A batch was updated, aborted or promoted that is not in flight, or updated before an older one."""
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(f"{batch!r} is not the oldest in flight; update batches once each, in the order of schedule")
+from kvstate.steady import Steady
 
 
 class Scheduler:
@@ -168,7 +161,7 @@ class Scheduler:
                 continue
             if self._flight and not trial.dead:
                 return InFlight(self._take_ended(), decisions(notes))
-            if trial.dead or not (trial.reload_failed or self._last_resort(starved, notes)):
+            if trial.dead or not (trial.reload_failed or self._last_resort(trial, starved)):
                 assert trial.refusal is not None
                 return Blocked(trial.refusal, self._take_ended(), decisions(notes))
         return Idle(self._take_ended(), decisions(notes))
@@ -262,15 +255,18 @@ class Scheduler:
             self.roster.waiting.barred = True
         return relief.released
 
-    def _last_resort(self, starved: Sequence[Draft], notes: Notes) -> bool:
-        """Find a way on when nothing was scheduled, nobody left and nothing is in flight; tell whether there is one."""
-        if not starved:
-            return False
-        if self._relieve(starved, notes, together=True):
+    def _last_resort(self, trial: Pass, starved: Sequence[Draft]) -> bool:
+        """Find a way on when nothing was scheduled, nobody left and nothing is in flight; tell whether there is one.
+
+        Those who share all their pages leave together. One that is alone, and short of pages for its forks, does not
+        wait for them: its other samples start on their own.
+        """
+        if starved and self._relieve(starved, trial.notes, together=True):
             return True
-        for one in starved:
+        alone = starved or ([trial.turned_away] if trial.turned_away is not None else [])
+        for one in alone:
             if one.forks:
-                notes += [(child, Reason.FORK_TOO_LARGE, None) for child in self.roster.unfork(one.work)]
+                trial.notes += [(child, Reason.FORK_TOO_LARGE, None) for child in self.roster.unfork(one.work)]
                 return True
         return False
 
@@ -347,37 +343,3 @@ class Scheduler:
         if steady is not None and batch.works is steady.works:
             steady.slack -= 1
         return settle(self, batch, committed.dropped, tokens, logprobs)
-
-
-class Steady:
-    """The step in which all that are active decode one token each: the same again, until who is active changes.
-
-    `slack` is how many more tokens the first of them to reach its limit may get.
-    """
-
-    __slots__ = ("changes", "slack", "step", "works")
-
-    def __init__(self, works: tuple[Work, ...], step: Step, changes: int) -> None:
-        self.works = works
-        self.step = step
-        self.changes = changes
-        self.slack = min(work.limit - len(work.tokens) for work in works)
-
-    @classmethod
-    def of(cls, chosen: Chosen, roster: Roster) -> Steady | None:
-        """Return what is steady about a step, or None."""
-        drafts = chosen.drafts
-        if chosen.lease is None or len(drafts) != len(roster.active):
-            return None
-        if any(one.reason is not Reason.DECODES for one in drafts):
-            return None
-        return cls(tuple(one.work for one in drafts), chosen.lease.step, roster.changes)
-
-    def holds(self, roster: Roster, flight: Sequence[Batch]) -> bool:
-        """Tell whether the same step is the next one: asynchronously, each must be allowed one more than in flight."""
-        if self.changes != roster.changes:
-            return False
-        if not flight:
-            return True
-        last = flight[-1]
-        return last.works is self.works and not last.lease.void and self.slack > 1

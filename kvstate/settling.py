@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvstate.batch import Batch, Update
+from kvstate.batch import Batch, Notes, Update, decisions
 from kvstate.manager import KVManager
+from kvstate.reasons import Reason
 from kvstate.refusals import Refusal
 from kvstate.requests import Finish, Output, Work
 from kvstate.roster import Roster
@@ -25,12 +26,13 @@ def settle(
     engine: Engine, batch: Batch, dropped: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float] | None
 ) -> Update:
     """Hand out the tokens of a committed batch. `dropped` are the places whose requests have left, or were set back."""
+    notes: Notes = []
     if batch.plain and not dropped and logprobs is None:
         advanced: Sequence[Work] = batch.works
         ended = _settle_plain(batch.works, tokens)
         late = 0
     else:
-        advanced, ended, late = _settle_each(engine, batch, frozenset(dropped), tokens, logprobs)
+        advanced, ended, late = _settle_each(engine, batch, frozenset(dropped), tokens, logprobs, notes)
     if engine.prefix_cache:
         for place, work in enumerate(batch.works):
             if place not in dropped:
@@ -38,7 +40,7 @@ def settle(
     outputs: tuple[Output, ...] = ()
     if ended:
         outputs = tuple(engine.roster.end(work, finish) for work, finish in ended)
-    return Update(advanced, outputs, late)
+    return Update(advanced, outputs, late, decisions(notes))
 
 
 Ended = list[tuple[Work, Finish]]
@@ -59,7 +61,12 @@ def _settle_plain(works: Sequence[Work], tokens: Sequence[int]) -> Ended:
 
 
 def _settle_each(
-    engine: Engine, batch: Batch, dropped: frozenset[int], tokens: Sequence[int], logprobs: Sequence[float] | None
+    engine: Engine,
+    batch: Batch,
+    dropped: frozenset[int],
+    tokens: Sequence[int],
+    logprobs: Sequence[float] | None,
+    notes: Notes,
 ) -> tuple[list[Work], Ended, int]:
     advanced: list[Work] = []
     ended: Ended = []
@@ -79,7 +86,7 @@ def _settle_each(
         _store(batch, place, work)
         for sample, one in enumerate((work, *batch.children(place))[:draws]):
             if one is not work and batch.forks(place):
-                _fork(engine, work, one, forked.get(one.key, 0))
+                _fork(engine, work, one, forked.get(one.key, 0), notes)
             finish = give(engine, one, drawn[sample], logs[sample] if logs is not None else None)
             advanced.append(one)
             if finish is not None:
@@ -118,7 +125,7 @@ def forked_lengths(batch: Batch) -> dict[str, int]:
     return {fork.target.stream.request.id: fork.target.stream.length for fork in batch.lease.forks if not fork.pre}
 
 
-def _fork(engine: Engine, parent: Work, child: Work, length: int) -> None:
+def _fork(engine: Engine, parent: Work, child: Work, length: int, notes: Notes) -> None:
     """Let a forked sample go on by itself; one whose copy failed computes the prompt itself."""
     child.first_scheduled_s = parent.first_scheduled_s
     if length:
@@ -126,6 +133,7 @@ def _fork(engine: Engine, parent: Work, child: Work, length: int) -> None:
         child.keyed = parent.keyed
         engine.roster.activate(child)
     else:
+        notes.append((child, Reason.RESET_FORK_FAILED, None))
         engine.roster.begin_again(child)
 
 

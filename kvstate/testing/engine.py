@@ -20,6 +20,9 @@ from kvstate.types import Geometry
 
 VOCABULARY = 1 << 16
 
+KEPT = 16
+"""Batches whose samples a model remembers: those in flight, and aborted ones among them."""
+
 
 def stamp(token: int, position: int) -> int:
     """Return what is stored for a token at a position: never the same for two of them."""
@@ -89,7 +92,7 @@ class StampModel:
             # A forked sample is the one after the last that its prompt has given a token so far: they come in order.
             sampled += [next_token(contexts, entry.sample + drawn) for drawn in range(entry.draws)]
         self._sampled[batch.serial] = sampled
-        for serial in sorted(self._sampled)[:-2]:
+        for serial in sorted(self._sampled)[:-KEPT]:
             del self._sampled[serial]
         self.launched += 1
 
