@@ -10,13 +10,10 @@ import attrs
 from kvstate.drafting import Draft
 from kvstate.errors import KVStateError
 from kvstate.ops import Plan
-from kvstate.reasons import CHOSEN, Decision, Reason
+from kvstate.reasons import CHOSEN, Decision, Notes, Reason, decisions
 from kvstate.refusals import Refusal
 from kvstate.requests import Output, Work
 from kvstate.state import Lease
-
-Notes = list[tuple[Work, Reason, Refusal | None]]
-"""Decisions while a step is put together; made into `Decision` values when somebody asks."""
 
 
 @attrs.frozen
@@ -157,11 +154,6 @@ class Batch:
         return tuple(Decision(work.request.id, work.sample, Reason.DECODES) for work in self.works) + noted
 
 
-def decisions(notes: Notes) -> tuple[Decision, ...]:
-    """Return notes as decisions."""
-    return tuple(Decision(work.request.id, work.sample, reason, refusal) for work, reason, refusal in notes)
-
-
 class BatchOutOfOrder(KVStateError):
     """A batch was updated, aborted or promoted that is not in flight, or updated before an older one."""
 
@@ -189,7 +181,7 @@ class InFlight:
 class Blocked:
     """Nothing can run and nothing is in flight: somebody else holds the pages, or the manager refuses everything."""
 
-    refusal: Refusal
+    refusal: Refusal | None
     ended: tuple[Output, ...] = ()
     decisions: tuple[Decision, ...] = ()
 

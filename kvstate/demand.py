@@ -70,9 +70,9 @@ def largest_chunk(
 def largest_fork(geometry: Geometry, prompt: int, samples: int, chunk: int) -> int:
     """Return the largest chunk, as `largest_chunk` does, in which a prompt can be finished and forked; 0 if none.
 
-    Each further sample is a fork, which takes a page of its own where the last one of the prompt is only partly filled.
+    Each further sample is a fork, for which a page is held until the step has committed: it might end inside a page.
     """
-    tails = samples - 1 if prompt % geometry.page_size else 0
+    tails = samples - 1 if geometry.page_size > 1 else 0
     while chunk:
         start = max(0, prompt - chunk)
         held = [geometry.pages_for(prompt) - geometry.skipped(group, start) for group in range(len(geometry.groups))]

@@ -46,13 +46,13 @@ class Stopped(KVStateError):
 
     Attributes
     ----------
-    refusal
-        Why.
+    blocked
+        What `schedule` said.
     """
 
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(f"nothing can run and nothing is in flight: {refusal}")
-        self.refusal = refusal
+    def __init__(self, blocked: Blocked) -> None:
+        super().__init__(str(blocked))
+        self.blocked = blocked
 
 
 def serve(
@@ -113,7 +113,7 @@ def serve(
         elif isinstance(outcome, Idle):
             return
         elif isinstance(outcome, Blocked):
-            raise Stopped(outcome.refusal)
+            raise Stopped(outcome)
 
 
 def _launch(scheduler: Scheduler, model: Model, batch: Batch, launched: deque[Batch]) -> Exception | None:

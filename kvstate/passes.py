@@ -7,11 +7,11 @@ from typing import Protocol
 
 import attrs
 
-from kvstate.batch import Batch, Notes
+from kvstate.batch import Batch
 from kvstate.drafting import Draft, draft, fit, step_of
 from kvstate.manager import KVManager
 from kvstate.prefix import Key
-from kvstate.reasons import CHOSEN, Reason
+from kvstate.reasons import CHOSEN, Notes, Reason
 from kvstate.refusals import Kind, ManagerClosed, ManagerPoisoned, PagesExhausted, PrefixLost, Refusal
 from kvstate.requests import Finish, Output, Phase, Work
 from kvstate.roster import Roster

@@ -7,6 +7,7 @@ import enum
 import attrs
 
 from kvstate.refusals import Refusal
+from kvstate.requests import Work
 
 
 class Reason(enum.Enum):
@@ -70,3 +71,12 @@ class Decision:
     def __str__(self) -> str:
         because = f" ({self.refusal})" if self.refusal is not None else ""
         return f"{self.request}[{self.sample}]: {self.reason.value}{because}"
+
+
+Notes = list[tuple[Work, Reason, Refusal | None]]
+"""Decisions while a step is put together; made into `Decision` values when somebody asks."""
+
+
+def decisions(notes: Notes) -> tuple[Decision, ...]:
+    """Return notes as decisions."""
+    return tuple(Decision(work.request.id, work.sample, reason, refusal) for work, reason, refusal in notes)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvstate.demand import largest_chunk, largest_fork, pages_at_most, sectors_of
 from kvstate.manager import KVManager
+from kvstate.reasons import Notes, Reason
 from kvstate.refusals import Refusal, TooLarge
 from kvstate.requests import (
     Added,
@@ -31,6 +32,8 @@ def _rank(work: Work) -> int:
 class Roster:
     """The live samples. Those that wait hold no device pages, active ones may.
 
+    `notes` are decisions that no pass has told of yet.
+
     Attributes
     ----------
     live
@@ -41,7 +44,7 @@ class Roster:
         Counts changes of who is active.
     """
 
-    __slots__ = ("_clock", "_manager", "_ranks", "_samples", "active", "changes", "live", "waiting")
+    __slots__ = ("_clock", "_manager", "_ranks", "_samples", "active", "changes", "live", "notes", "waiting")
 
     def __init__(self, manager: KVManager, clock: Callable[[], float]) -> None:
         self._manager = manager
@@ -52,6 +55,7 @@ class Roster:
         self.active: list[Work] = []
         self.waiting = Waiting()
         self.changes = 0
+        self.notes: Notes = []
 
     def samples(self, id: str) -> tuple[Work, ...]:
         """Return the live samples of a request."""
@@ -171,13 +175,18 @@ class Roster:
         work.soft_reset()
         self.waiting.join(work)
 
-    def unfork(self, work: Work) -> list[Work]:
-        """Let the samples that were to be forked from `work` wait for a start of their own; return them."""
+    def unfork(self, work: Work) -> None:
+        """Let the samples that were to be forked from `work` wait for a start of their own."""
         children, work.children = work.children, []
         for child in children:
             child.phase = Phase.WAITING
             self.waiting.join(child)
-        return children
+            self.notes.append((child, Reason.FORK_TOO_LARGE, None))
+
+    def take_notes(self) -> Notes:
+        """Return what was decided since this was called last."""
+        notes, self.notes = self.notes, []
+        return notes
 
     def _deactivate(self, work: Work) -> None:
         if work.phase is Phase.ACTIVE:

@@ -17,14 +17,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvstate.batch import Batch, BatchOutOfOrder, Blocked, Idle, InFlight, Notes, Scheduled, Update, decisions
+from kvstate.batch import Batch, BatchOutOfOrder, Blocked, Idle, InFlight, Scheduled, Update
 from kvstate.drafting import Draft
 from kvstate.errors import Refused
 from kvstate.eviction import relieve
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
 from kvstate.passes import Chosen, Pass
-from kvstate.reasons import Decision, Reason
+from kvstate.reasons import Decision, Notes, Reason, decisions
 from kvstate.refusals import NotLaunched, OutOfOrder, Refusal
 from kvstate.requests import Added, Finish, GenerationRequest, Output, Phase, Work
 from kvstate.roster import Roster
@@ -147,7 +147,7 @@ class Scheduler:
     def _schedule(self) -> Scheduled:
         if len(self._flight) > self.asynchronous:
             return InFlight()
-        notes: Notes = []
+        notes = self.roster.take_notes()
         while self.roster.live:
             trial = Pass(self.manager, self.roster, self, self._flight, notes)
             batch, starved = self._try(trial)
@@ -162,7 +162,6 @@ class Scheduler:
             if self._flight and not trial.dead:
                 return InFlight(self._take_ended(), decisions(notes))
             if trial.dead or not (trial.reload_failed or self._last_resort(trial, starved)):
-                assert trial.refusal is not None
                 return Blocked(trial.refusal, self._take_ended(), decisions(notes))
         return Idle(self._take_ended(), decisions(notes))
 
@@ -266,7 +265,8 @@ class Scheduler:
         alone = starved or ([trial.turned_away] if trial.turned_away is not None else [])
         for one in alone:
             if one.forks:
-                trial.notes += [(child, Reason.FORK_TOO_LARGE, None) for child in self.roster.unfork(one.work)]
+                self.roster.unfork(one.work)
+                trial.notes += self.roster.take_notes()
                 return True
         return False
 
@@ -339,7 +339,6 @@ class Scheduler:
         self._flight.popleft()
         if self._flight:
             self._flight[0].previous = None
-        steady = self._steady
-        if steady is not None and batch.works is steady.works:
-            steady.slack -= 1
+        if self._steady is not None:
+            self._steady.slack -= 1
         return settle(self, batch, committed.dropped, tokens, logprobs)

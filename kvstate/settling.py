@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvstate.batch import Batch, Notes, Update, decisions
+from kvstate.batch import Batch, Update
 from kvstate.manager import KVManager
-from kvstate.reasons import Reason
+from kvstate.reasons import Notes, Reason, decisions
 from kvstate.refusals import Refusal
 from kvstate.requests import Finish, Output, Work
 from kvstate.roster import Roster

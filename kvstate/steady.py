@@ -15,7 +15,7 @@ from kvstate.types import Step
 class Steady:
     """The step in which all that are active decode one token each: the same again, until who is active changes.
 
-    `slack` is how many more tokens the first of them to reach its limit may get.
+    `slack` is how many more tokens the first of them to reach its limit may get, at least: every update takes one away.
     """
 
     __slots__ = ("changes", "slack", "step", "works")

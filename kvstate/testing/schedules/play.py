@@ -274,6 +274,7 @@ class Play:
         self.seen["plan promoted anew"] += plan is not before
         self.seen["launched one ahead"] += bool(self.launched)
         self.seen["fed a token in flight"] += any(entry.feeds is not None for entry in batch.entries)
+        self.check_limits(batch)
         try:
             with self.manager.launch(plan):
                 self.model.launch(batch, plan)
@@ -328,6 +329,15 @@ class Play:
             raise self.violation("output", f"{output.request}[{output.sample}] has {output.tokens}, not {tokens}")
         if self.world.logprobs and output.logprobs != (tuple(map(logprob_of, output.tokens)) or None):
             raise self.violation("output", f"{output} has other log-probabilities")
+
+    def check_limits(self, batch: Batch) -> None:
+        """Check that no step takes too much, and that nothing is computed behind the last token that may be."""
+        entries = batch.entries
+        if sum(entry.span for entry in entries) > self.world.budget or len(entries) > self.world.batch:
+            raise self.violation("limits", f"{in_words(batch)} is more than a step takes")
+        for entry, work in zip(entries, batch.works, strict=True):
+            if entry.start + entry.span >= work.limit:
+                raise self.violation("limits", f"{entry} is behind the last token of {work}")
 
     def check_progress(self) -> None:
         """Count how long nobody got further than ever before."""
