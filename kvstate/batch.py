@@ -10,7 +10,7 @@ import attrs
 from kvstate.drafting import Draft
 from kvstate.errors import KVStateError
 from kvstate.ops import Plan
-from kvstate.reasons import CHOSEN, Decision, Notes, Reason, decisions
+from kvstate.reasons import Decision, Notes, Reason, decisions
 from kvstate.refusals import Refusal
 from kvstate.requests import Output, Work
 from kvstate.state import Lease
@@ -50,11 +50,13 @@ class Batch:
     ----------
     lease, plan
         The manager's. `Scheduler.promote` replaces a plan that went stale.
+    drafts
+        What each request asked for; None when all decode, so that each entry computes one token and draws one.
     ended
         Outputs of requests that ended while the batch was put together.
     """
 
-    __slots__ = ("_drafts", "ended", "lease", "notes", "plan", "previous", "serial", "works")
+    __slots__ = ("drafts", "ended", "lease", "notes", "plan", "previous", "serial", "works")
 
     def __init__(
         self,
@@ -70,8 +72,7 @@ class Batch:
         self.lease = lease
         self.plan = plan
         self.works = works
-        # None: all decode, so each entry computes one token and draws one.
-        self._drafts = drafts
+        self.drafts = drafts
         self.previous = previous
         self.notes = notes
         self.ended: tuple[Output, ...] = ()
@@ -85,16 +86,16 @@ class Batch:
     @property
     def plain(self) -> bool:
         """True when every entry computes and draws one token of a request that decodes."""
-        return self._drafts is None
+        return self.drafts is None
 
     def span(self, place: int) -> int:
         """Return the tokens that an entry computes."""
-        return 1 if self._drafts is None else self._drafts[place].span
+        return 1 if self.drafts is None else self.drafts[place].span
 
     def start(self, place: int) -> int:
         """Return the first token that an entry computes."""
-        if self._drafts is not None:
-            return self._drafts[place].start
+        if self.drafts is not None:
+            return self.drafts[place].start
         row, start = self.lease.placed(place)
         return start + (row.released_before if row is not None else 0)
 
@@ -104,20 +105,20 @@ class Batch:
 
     def drawn(self, place: int) -> int:
         """Return how many tokens an entry draws."""
-        return 1 if self._drafts is None else self._drafts[place].draws
+        return 1 if self.drafts is None else self.drafts[place].draws
 
     def children(self, place: int) -> tuple[Work, ...]:
         """Return the samples that get their first token from an entry, its own sample left out."""
-        return () if self._drafts is None else self._drafts[place].children
+        return () if self.drafts is None else self.drafts[place].children
 
     def forks(self, place: int) -> bool:
         """Tell whether those samples are forked from an entry; where they may have one token only, they need not be."""
-        return self._drafts is not None and bool(self._drafts[place].forks)
+        return self.drafts is not None and bool(self.drafts[place].forks)
 
     @property
     def tokens_drawn(self) -> int:
         """Tokens that the whole batch draws."""
-        return len(self.works) if self._drafts is None else sum(one.draws for one in self._drafts)
+        return len(self.works) if self.drafts is None else sum(one.draws for one in self.drafts)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -148,10 +149,11 @@ class Batch:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """Why each request was chosen, skipped, evicted or left waiting when this batch was put together."""
-        noted = decisions(self.notes)
-        if self.notes and any(reason in CHOSEN for _, reason, _ in self.notes):
-            return noted
-        return tuple(Decision(work.request.id, work.sample, Reason.DECODES) for work in self.works) + noted
+        if self.drafts is None:
+            chosen: Notes = [(work, Reason.DECODES, None) for work in self.works]
+        else:
+            chosen = [(one.work, one.reason, None) for one in self.drafts]
+        return decisions(chosen + self.notes)
 
 
 class BatchOutOfOrder(KVStateError):

@@ -11,7 +11,7 @@ from kvstate.batch import Batch
 from kvstate.drafting import Draft, draft, fit, step_of
 from kvstate.manager import KVManager
 from kvstate.prefix import Key
-from kvstate.reasons import CHOSEN, Notes, Reason
+from kvstate.reasons import Notes, Reason
 from kvstate.refusals import Kind, ManagerClosed, ManagerPoisoned, PagesExhausted, PrefixLost, Refusal
 from kvstate.requests import Finish, Output, Phase, Work
 from kvstate.roster import Roster
@@ -68,24 +68,32 @@ class Pass:
 
     def active_drafts(self) -> list[Draft]:
         """Draft a step of those that are active: by policy, then by arrival."""
-        look_ahead(self.roster.active, self.flight)
-        decoding: list[Work] = []
-        prefilling: list[Work] = []
-        for work in self.roster.active:
-            decodes = work.pending or (work.stored + work.ahead == len(work.tokens) - 1 and work.generated)
-            (decoding if decodes else prefilling).append(work)
+        decoding, prefilling = self.by_phase()
         rules = self.rules
         drafts: list[Draft] = []
         budget = rules.budget
         for work in decoding + prefilling if rules.policy == "decode-first" else prefilling + decoding:
-            full = self.full(budget, len(drafts))
-            one = full if full is not None else self.draft(work, budget)
+            if not budget or len(drafts) >= rules.batch:
+                self.notes.append((work, Reason.BATCH_FULL if budget else Reason.BUDGET_SPENT, None))
+                continue
+            one = self.draft(work, budget)
             if isinstance(one, Reason):
                 self.notes.append((work, one, None))
             else:
                 drafts.append(one)
                 budget -= one.span
         return drafts
+
+    def by_phase(self) -> tuple[list[Work], list[Work]]:
+        """Return the active requests that decode, and those that have tokens to compute before they do."""
+        look_ahead(self.roster.active, self.flight)
+        decoding: list[Work] = []
+        prefilling: list[Work] = []
+        for work in self.roster.active:
+            known = len(work.tokens)
+            decodes = work.pending or (work.stored + work.ahead == known - 1 and known > work.first)
+            (decoding if decodes else prefilling).append(work)
+        return decoding, prefilling
 
     def full(self, budget: int, drafted: int) -> Reason | None:
         """Return why a step takes nobody more, or None."""
@@ -95,12 +103,13 @@ class Pass:
 
     def draft(self, work: Work, budget: int) -> Draft | Reason:
         """Draft the next piece of `work`, on what the prefix cache has of it, and with its forks."""
-        found = self.lookup(work) if self.rules.prefix_cache else ()
-        return draft(work, budget, found, self.manager.geometry.page_size)
+        if not self.rules.prefix_cache or work.stored or work.ahead:
+            return draft(work, budget, (), 1)
+        return draft(work, budget, self.lookup(work), self.manager.geometry.page_size)
 
     def lookup(self, work: Work) -> tuple[Key, ...]:
-        """Return the keys of cached pages that `work` can start on; only what stores nothing can."""
-        if work.stored or work.ahead or work.phase is Phase.OFFLOADED:
+        """Return the keys of cached pages that `work`, which has nothing stored, can start on."""
+        if work.phase is Phase.OFFLOADED:
             return ()
         keys = work.prefix_keys(self.manager.geometry.page_size)
         return keys[: self.manager.match(keys)]
@@ -113,7 +122,6 @@ class Pass:
         while drafts:
             lease = self.manager.admit(step_of(drafts))
             if isinstance(lease, Lease):
-                self.notes += [(one.work, one.reason, None) for one in drafts]
                 return Chosen(lease, drafts, starved)
             self.refusal = self.refusal or lease
             if self.dead:
@@ -236,7 +244,6 @@ class Pass:
 
     def admit_all(self, drafts: list[Draft]) -> Chosen:
         """Admit the step of the active ones and of those who enter, in place of the one of the active ones alone."""
-        self.notes[:] = [note for note in self.notes if note[1] not in CHOSEN]
         for one in drafts:
             if one.work.phase is Phase.WAITING:
                 one.reason = Reason.STARTS
@@ -253,8 +260,9 @@ def look_ahead(active: Sequence[Work], flight: Sequence[Batch]) -> None:
         work.ahead = 0
         work.pending = False
     for batch in flight:
-        void = frozenset(batch.lease.void_places())
+        void = batch.lease.void_places()
         for place, work in enumerate(batch.works):
-            if work.phase is Phase.ACTIVE and place not in void:
-                work.ahead += batch.found(place) + batch.span(place)
-                work.pending = batch.drawn(place) > 0
+            if work.phase is Phase.ACTIVE and not (void and place in void):
+                one = batch.drafts[place] if batch.drafts is not None else None
+                work.ahead += 1 if one is None else one.start + one.span - work.stored - work.ahead
+                work.pending = one is None or one.draws > 0

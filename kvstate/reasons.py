@@ -55,10 +55,6 @@ class Reason(enum.Enum):
     EXPELLED = "its step was refused for good: it fails alone"
 
 
-CHOSEN = frozenset({Reason.DECODES, Reason.PREFILLS, Reason.STARTS, Reason.RESTORED})
-"""The reasons of those that are in a step."""
-
-
 @attrs.frozen
 class Decision:
     """One decision: about which sample of which request, the reason, and the refusal behind it where there is one."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstate.batch import Batch, Update
+from kvstate.drafting import Draft
 from kvstate.manager import KVManager
 from kvstate.reasons import Notes, Reason, decisions
 from kvstate.refusals import Refusal
@@ -70,40 +71,44 @@ def _settle_each(
 ) -> tuple[list[Work], Ended, int]:
     advanced: list[Work] = []
     ended: Ended = []
-    late = 0
-    at = 0
+    late = at = 0
     forked = forked_lengths(batch)
-    for place, work in enumerate(batch.works):
-        draws = batch.drawn(place)
+    drafts: Sequence[Draft | None] = batch.drafts if batch.drafts is not None else (None,) * len(batch)
+    for place, (work, one) in enumerate(zip(batch.works, drafts, strict=True)):
+        plain = one is None or one.reason is Reason.DECODES
+        draws = 1 if one is None else one.draws
         drawn = tokens[at : at + draws]
-        logs = logprobs[at : at + draws] if logprobs is not None else None
+        logs: Sequence[float | None] = logprobs[at : at + draws] if logprobs is not None else (None,) * draws
         at += draws
         if place in dropped:
             # Late: it left, or was set back to what it had before this step, which it computes again.
             late += draws
             work.late_tokens += draws
             continue
-        _store(batch, place, work)
-        for sample, one in enumerate((work, *batch.children(place))[:draws]):
-            if one is not work and batch.forks(place):
-                _fork(engine, work, one, forked.get(one.key, 0), notes)
-            finish = give(engine, one, drawn[sample], logs[sample] if logs is not None else None)
-            advanced.append(one)
+        if plain:
+            work.stored += 1
+        else:
+            assert one is not None
+            _store(work, one, one.start if one.segment.prefix else 0)
+        takers = (work, *one.children) if one is not None and draws > 1 else (work,) * draws
+        for sample, who in enumerate(takers):
+            if who is not work and one is not None and one.forks:
+                _fork(engine, work, who, forked.get(who.key, 0), notes)
+            finish = give(engine, who, drawn[sample], logs[sample])
+            advanced.append(who)
             if finish is not None:
-                ended.append((one, finish))
+                ended.append((who, finish))
         if draws > 1:
             work.children = []
     return advanced, ended, late
 
 
-def _store(batch: Batch, place: int, work: Work) -> None:
-    """Note what a segment has stored, and what of it was stored before or found."""
-    start = batch.start(place)
-    stop = start + batch.span(place)
-    found = batch.found(place)
+def _store(work: Work, one: Draft, found: int) -> None:
+    """Note what a segment has stored, and what of it was stored before or `found` in the prefix cache."""
+    stop = one.start + one.span
     work.cached_tokens += found
     work.keyed = max(work.keyed, found)
-    work.recomputed_tokens += max(0, min(stop, work.stored_most) - start)
+    work.recomputed_tokens += max(0, min(stop, work.stored_most) - one.start)
     work.stored = stop
 
 

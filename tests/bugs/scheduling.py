@@ -167,6 +167,18 @@ def a_victim_that_frees_nothing_stays() -> None:
     ]
 
 
+def those_who_share_all_their_pages_leave_together() -> None:
+    """O13: two prompts with two samples each fill the pool; alone, nobody who leaves would free a page."""
+    serving = Serving(pages=8, page_size=1)
+    serving.add("a", 4, 5, samples=2)
+    serving.add("b", 4, 5, samples=2)
+    serving.step()
+    assert [serving.manager.gain(key) for key in ("a", "a#1", "b", "b#1")] == [0, 0, 0, 0]
+    serving.step()
+    assert serving.evicted == ["b", "b"]
+    serving.run()
+
+
 class Impatient(KVManager):
     """A manager that is asked for a reload a few times only."""
 

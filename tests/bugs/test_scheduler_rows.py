@@ -346,14 +346,7 @@ def test_O13_sibling_while_pages_are_leaving_nobody_more_is_evicted() -> None:
 
 
 def test_O13_sibling_those_who_share_all_their_pages_leave_together_when_nothing_else_can_happen() -> None:
-    serving = Serving(pages=8, page_size=1)
-    serving.add("a", 4, 5, samples=2)
-    serving.add("b", 4, 5, samples=2)
-    serving.step()
-    assert [serving.manager.gain(key) for key in ("a", "a#1", "b", "b#1")] == [0, 0, 0, 0]
-    serving.step()
-    assert serving.evicted == ["b", "b"]
-    serving.run()
+    scheduling.those_who_share_all_their_pages_leave_together()
 
 
 # -- blocked

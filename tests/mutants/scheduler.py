@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import attrs
 
-import kvstate.loop
 import kvstate.scheduler  # noqa: F401  (so that its modules are among the core's)
 from kvstate.testing.schedules import Setup, schedules
 from kvstate.testing.walk import Tally
@@ -69,7 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "finish in (Finish.LENGTH, Finish.STOP) and unbar_after_end(self.waiting)",
             ),
         ),
-        layers="crash progress",
+        layers="progress",
     ),
     Mutant(
         "Q3-late",
@@ -132,7 +131,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "promise-last",
         "the last active request is evicted too",
         edit("eviction.spared", ("if active == 1:", "if active == 0:")),
-        layers="crash progress",
+        layers="progress",
     ),
     Mutant(
         "promise-together",
@@ -141,8 +140,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "scheduler.Scheduler._last_resort",
             ("if starved and self._relieve(starved, trial.notes, together=True):", "if False:"),
         ),
-        layers="progress",
-        schedules=600,
+        by_hand=scheduling.those_who_share_all_their_pages_leave_together,
     ),
     Mutant(
         "promise-reload",

@@ -12,7 +12,6 @@ from kvstate.demand import fits, pages_at_most
 from kvstate.errors import SubmitError
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, StepBegin
-from kvstate.reasons import CHOSEN
 from kvstate.refusals import Refusal, TooLarge
 from kvstate.requests import Added, Finish, GenerationRequest, Output
 from kvstate.scheduler import Scheduler
@@ -373,7 +372,7 @@ def in_words(value: Any) -> str:
         return f"{value.id}: {len(value.prompt)}+{value.tokens_max}, {value.samples} samples"
     if isinstance(value, Batch):
         parts = [f"{w.key}@{value.start(p)}+{value.span(p)}" for p, w in enumerate(value.works)]
-        others = [f"{d.request}[{d.sample}] {d.reason.name}" for d in value.decisions if d.reason not in CHOSEN]
+        others = [f"{d.request}[{d.sample}] {d.reason.name}" for d in value.decisions[len(value) :]]
         return f"batch {value.serial}: {', '.join(parts)}{'; ' * bool(others)}{', '.join(others)}"
     if isinstance(value, (Idle, InFlight, Blocked)):
         why = [f"{d.request}[{d.sample}] {d.reason.name}" for d in value.decisions]
