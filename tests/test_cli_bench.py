@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvstate.cli import Exit, bench, main
+from kvstate.cli import Exit, bench, bench_schedule, main
 from kvstate.manager import KVManager
 from kvstate.refusals import PagesExhausted
 
@@ -44,6 +44,31 @@ def test_bench_claim_covers_both_directions(tmp_path: Path, monkeypatch: pytest.
     assert [(row["pages"], row["direction"]) for row in found] == [
         (2, "offload"), (2, "reload"), (8, "offload"), (8, "reload"),
     ]  # fmt: skip
+
+
+def test_bench_schedule_shows_scheduler_and_machine_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_schedule, "REQUESTS", (2, 4))
+    monkeypatch.setattr(bench_schedule, "PROMPT", 8)
+    result = CliRunner().invoke(main, ["bench", "schedule", "--repeats", "1", "--json", str(tmp_path / "out.json")])
+    assert result.exit_code == Exit.HOLDS, result.output
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [(row["requests"], row["asynchronous"]) for row in found] == [(2, False), (2, True), (4, False), (4, True)]
+    assert all(row["machine_us"] > 0 and 0 < row["min_us"] <= row["median_us"] for row in found)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_schedule_that_is_measured_gives_everybody_a_token_per_step(
+    monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    monkeypatch.setattr(bench_schedule, "PROMPT", 8)
+    managers = kept_open(monkeypatch)
+    bench_schedule.measure_schedule(16, asynchronous, 1)
+    [manager] = managers
+    steps = 2 * bench_schedule.PAGE_SIZE + 2 * 128 - 1
+    flying = bool(asynchronous)
+    assert [stream.length for stream in manager.view().streams] == [8 + index + steps - flying for index in range(16)]
 
 
 def test_a_step_that_is_measured_stores_a_token_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,4 +42,4 @@ def test_a_violation_shows_the_world_and_the_calls() -> None:
         met = schedules(mutant.seed, float("inf"), Tally("mutants"), schedules_max=mutant.schedules)
     assert met is not None
     world, violation = met
-    assert str(world) in violation.detail and "schedule()  # batch 1: " in violation.detail
+    assert str(world) in violation.detail and "schedule()  # batch " in violation.detail

@@ -118,7 +118,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "Q12-forks",
         "samples that were forked in a step that did not count are taken for forked",
-        edit("settling._settle_each", ("forked.get(one.key, 0)", "work.stored")),
+        edit("settling._settle_each", ("forked.get(who.key, 0)", "work.stored")),
         layers="crash output",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from kvstate.batch import Batch, Blocked, Idle, InFlight, Update
 from kvstate.demand import fits, pages_at_most
 from kvstate.errors import SubmitError
 from kvstate.manager import KVManager
-from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, StepBegin
+from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan, StepBegin
 from kvstate.refusals import Refusal, TooLarge
 from kvstate.requests import Added, Finish, GenerationRequest, Output
 from kvstate.scheduler import Scheduler
@@ -381,6 +381,8 @@ def in_words(value: Any) -> str:
         return f"{[work.key for work in value.advanced]}, ended {[o.request for o in value.ended]}, late {value.late}"
     if isinstance(value, Output):
         return f"{value.request}[{value.sample}] {value.finish} after {len(value.tokens)}"
+    if isinstance(value, Plan):
+        return f"a plan{f', {list(value.sunk)} to the sink' * bool(value.sunk)}"
     if isinstance(value, tuple):
         return f"({', '.join(map(in_words, value))})"
     return str(value)
