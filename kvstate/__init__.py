@@ -3,8 +3,11 @@
 See ``docs/`` and ``spec/README.md``. This package is pure Python and imports no tensor library.
 """
 
+from kvstate.loop import serve
 from kvstate.manager import KVManager, Launch, admit_all
 from kvstate.refusals import Kind, Refusal
+from kvstate.requests import GenerationRequest, Output
+from kvstate.scheduler import Scheduler
 from kvstate.types import (
     Geometry,
     Group,
@@ -22,20 +25,24 @@ from kvstate.types import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "GenerationRequest",
     "Geometry",
     "Group",
     "KVManager",
     "Kind",
     "LabelFork",
     "Launch",
+    "Output",
     "Publication",
     "Record",
     "Refusal",
     "RequestConfig",
     "RetentionPolicy",
+    "Scheduler",
     "Segment",
     "Step",
     "StreamFork",
     "StreamId",
     "admit_all",
+    "serve",
 ]

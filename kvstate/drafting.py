@@ -29,6 +29,10 @@ class Draft:
         self.children: tuple[Work, ...] = ()
         self.forks: tuple[StreamFork, ...] = ()
 
+    def names(self) -> tuple[str, ...]:
+        """Return the manager's ids of the samples that it is about."""
+        return (self.work.key, *(child.key for child in self.children))
+
     def starved(self) -> Starved:
         """Return what it asked for, for a relief. What it might find in the prefix cache does not count."""
         segment = self.segment

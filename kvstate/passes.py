@@ -139,7 +139,7 @@ class Pass:
             for one, why in refused:
                 self.short(one, why, starved)
             return left
-        named = [one for one in drafts if refusal.request == one.work.key] or drafts[-1:]
+        named = [one for one in drafts if refusal.request in one.names()] or drafts[-1:]
         left = [one for one in drafts if one not in named]
         for one in named:
             if isinstance(refusal, PrefixLost):

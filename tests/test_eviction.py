@@ -155,3 +155,12 @@ def fork(manager: KVManager, source: str, target: str) -> None:
     with manager.launch(manager.plan(lease)):
         pass
     manager.commit(lease)
+
+
+def test_a_victim_that_cannot_be_moved_is_reset() -> None:
+    pool = Pool(2, 2)
+    pool.manager.offload("b")
+    compute(pool.manager, Segment("a", span=4))
+    relief = pool.relieve("ab", together=True)
+    assert reasons(relief) == {"b": Reason.RESET_REFUSED, "a": Reason.LAST_ACTIVE}
+    pool.close()

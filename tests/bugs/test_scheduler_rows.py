@@ -363,6 +363,17 @@ def test_pages_that_somebody_else_holds_are_a_typed_outcome_and_never_a_loop() -
     serving.run()
 
 
+def test_a_request_moved_behind_the_schedulers_back_waits_until_it_is_moved_back() -> None:
+    serving = Serving(pages=9)
+    serving.add("a", 3, 5)
+    serving.step()
+    serving.manager.offload("a")
+    outcome: Any = serving.schedule()
+    assert isinstance(outcome, Blocked) and serving.scheduler.why("a").reason is Reason.NOT_READY
+    serving.manager.reload("a")
+    serving.run()
+
+
 def test_a_request_removed_behind_the_schedulers_back_fails_alone() -> None:
     serving = Serving(pages=9)
     serving.add("a", 3, 5)

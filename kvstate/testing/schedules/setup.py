@@ -59,7 +59,7 @@ def setup(seed: int, index: int) -> Setup:
         logprobs=draw.random() < 0.3,
         requests=draw.randint(1, 12),
         trouble=draw.choice((0.0, 0.0, 0.1, 0.3)),
-        debug=draw.random() < 0.3,
+        debug=draw.random() < 0.2,
     )  # fmt: skip
 
 
