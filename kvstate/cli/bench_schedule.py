@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvstate.batch import Batch
 from kvstate.cli import Exit
-from kvstate.cli.null_backend import NullBackend
+from kvstate.testing.null_backend import NullBackend
 from kvstate.manager import KVManager
 from kvstate.refusals import Refusal
 from kvstate.requests import GenerationRequest
