@@ -27,7 +27,7 @@ from kvstate.requests import Finish, GenerationRequest, Output
 from kvstate.testing.backends import StampedBackend
 from kvstate.testing.drive.arrivals import Arrivals, key_of, request_of, samples_of
 from kvstate.testing.drive.chain import Scripts
-from kvstate.testing.drive.demand import check_workload, peak_demand, pool_pages
+from kvstate.testing.drive.demand import check_workload, peak_demand, pool_pages, stamps_read
 from kvstate.testing.drive.meters import MeteredBackend, MeteredJudge, MeteredScheduler
 from kvstate.testing.drive.model import ERRORS_NAMED, SAMPLED_EVERY, ChainModel
 from kvstate.testing.drive.threads import Undecided, serve_on_two_threads
@@ -44,10 +44,13 @@ __all__ = [
     "drive",
     "peak_demand",
     "pool_pages",
+    "samples_of",
+    "stamps_read",
 ]
 
 SPOIL_EVERY = 64
-"""Steps between two times when every page that nobody holds is spoiled: whoever reads it again reads poison."""
+"""Every page that nobody holds is spoiled now and then: whoever reads it again reads poison. Looking for them takes
+time in proportion to the pools, so it is done every so many steps, or as many pages per step, whichever is rarer."""
 
 
 COUNTS = (
@@ -201,6 +204,7 @@ def drive(
         scripts.add(index, request)
         return request
 
+    arrivals: Arrivals
     scheduler = MeteredScheduler(
         manager, budget=chunk, batch=batch, prefix_cache=prefix_cache, asynchronous=asynchronous or threads,
         clock=lambda: arrivals.now_s,
@@ -208,11 +212,12 @@ def drive(
     arrivals = Arrivals(scheduler, workload, make, speed)
     model = ChainModel(backend, geometry, scripts, SAMPLED_EVERY if sampled else 1)
     counts = scheduler.counts
+    pause = max(SPOIL_EVERY, sum(geometry.group_pages + geometry.host_group_pages) // SPOIL_EVERY)
     spoiled = 0
 
     def between() -> Iterable[Output]:
         nonlocal spoiled
-        if counts["steps"] >= spoiled + SPOIL_EVERY:
+        if counts["steps"] >= spoiled + pause:
             spoiled = counts["steps"]
             for tier, group, pages in nobodys(manager.view()):
                 backend.poison(tier, group, pages)

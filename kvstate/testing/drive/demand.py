@@ -88,9 +88,20 @@ def peak_demand(
     return model.peak
 
 
-def pool_pages(workload: Sequence[TraceRequest], geometry: Geometry, *, demand: int, chunk: int, fraction: float) -> int:
+def pool_pages(
+    workload: Sequence[TraceRequest], geometry: Geometry, *, demand: int, chunk: int, fraction: float
+) -> int:
     """Return ``ceil(fraction × demand)``, but never less than the longest request alone needs."""
-    return max(math.ceil(fraction * demand), max(_alone(geometry, one, chunk) for one in workload))
+    longest = max(_alone(geometry, one, chunk) for one in workload)
+    return max(math.ceil(fraction * demand), longest)
+
+
+def stamps_read(workload: Sequence[TraceRequest], geometry: Geometry) -> int:
+    """Return about how many tokens are read back, over all groups, when every decode step compares its context."""
+    return len(geometry.groups) * sum(
+        one.output_tokens * (one.prompt_tokens + one.output_tokens // 2) * samples_of(index)
+        for index, one in enumerate(workload)
+    )
 
 
 def check_workload(workload: Sequence[TraceRequest], geometry: Geometry) -> None:

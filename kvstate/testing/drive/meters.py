@@ -128,5 +128,3 @@ class MeteredScheduler(Scheduler):
         done = super().update(batch, tokens, logprobs)
         counts["tokens_late"] += done.late
         return done
-
-

@@ -1,9 +1,9 @@
-"""The model of a drive: it computes stamps from what it reads in the pages, and compares what it reads with the script."""
+"""The model of a drive: it computes stamps from what it reads in the pages, and compares that with the script."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -164,9 +164,8 @@ class ChainModel:
         fronts = self._ends(0, [(row.view, row.view.start) for row in rows if row.view.start])
         front = iter(fronts)
         for row in rows:
-            entry, view = row.entry, row.view
-            fed = [before[entry.feeds] if token is None else token for token in entry.tokens] if entry.feeds is not None else entry.tokens
-            stamps = chain(_number(next(front)) if view.start else GENESIS, fed)
+            view = row.view
+            stamps = chain(_number(next(front)) if view.start else GENESIS, _fed(row.entry, before))
             wanted = row.script.stamps[view.start : view.length]
             # Equal numbers may be one object: lists of the same objects compare several times as fast.
             self.backend.write(plan, row.place, wanted if stamps == wanted else stamps)
@@ -207,8 +206,9 @@ class ChainModel:
         if self.error_count > ERRORS_NAMED:
             return
         place = next(place for place, (got, want) in enumerate(zip(found, wanted, strict=True)) if got != want)
+        found_is = self._whose(found[place])
         self.errors.append(
-            f"{row.key}, token {first + place} of group {group}: expected its own stamp, found {self._whose(found[place])}"
+            f"{row.key}, token {first + place} of group {group}: expected its own stamp, found {found_is}"
         )
 
     def _whose(self, stamp: Any) -> str:
@@ -219,6 +219,11 @@ class ChainModel:
             if stamp in script.stamps:
                 return f"that of token {script.stamps.index(stamp)} of {key}"
         return f"{stamp}, which is nobody's"
+
+
+def _fed(entry: Entry, before: Sequence[int]) -> Iterable[int]:
+    """Return the tokens that are fed to a segment; the one that nobody had seen yet is what the batch `before` drew."""
+    return [before[entry.feeds or 0] if token is None else token for token in entry.tokens]
 
 
 def _number(stamp: Any) -> int:
