@@ -11,6 +11,7 @@ from kvstate.batch import Batch, Scheduled, Update
 from kvstate.ops import CopyIn, CopyOut, Op
 from kvstate.ordering import Clock
 from kvstate.reasons import Reason
+from kvstate.refusals import Refusal
 from kvstate.scheduler import Scheduler
 from kvstate.testing.judge import EdgeJudge
 
@@ -92,21 +93,24 @@ class MeteredScheduler(Scheduler):
     def schedule(self) -> Scheduled:
         """Put the next step together, and count who was refused and why."""
         outcome = super().schedule()
-        notes = (
-            [(reason, refusal) for _, reason, refusal in outcome.notes]
-            if isinstance(outcome, Batch)
-            else [(decision.reason, decision.refusal) for decision in outcome.decisions]
-        )
-        for reason, refusal in notes:
-            if refusal is not None:
-                self.refused[f"{reason.name.lower()}: {type(refusal).__name__}"] += 1
-            if reason is Reason.RESTORED:
-                self.counts["reloads"] += 1
-            elif reason is Reason.OFFLOADED:
-                self.counts["offloads"] += 1
-            elif reason in RESETS:
-                self.counts["soft_resets"] += 1
+        if isinstance(outcome, Batch) and outcome.plain:
+            # What most steps are: everybody decodes, which needs no looking at.
+            for _, reason, refusal in outcome.notes:
+                self._count(reason, refusal)
+        else:
+            for decision in outcome.decisions:
+                self._count(decision.reason, decision.refusal)
         return outcome
+
+    def _count(self, reason: Reason, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            self.refused[f"{reason.name.lower()}: {type(refusal).__name__}"] += 1
+        if reason is Reason.RESTORED:
+            self.counts["reloads"] += 1
+        elif reason is Reason.OFFLOADED:
+            self.counts["offloads"] += 1
+        elif reason in RESETS:
+            self.counts["soft_resets"] += 1
 
     def update(self, batch: Batch, tokens: Sequence[int], logprobs: Sequence[float] | None = None) -> Update:
         """Commit a batch, and count what it has stored."""
@@ -127,4 +131,6 @@ class MeteredScheduler(Scheduler):
                     counts["forks"] += len(batch.children(place)) if batch.forks(place) else 0
         done = super().update(batch, tokens, logprobs)
         counts["tokens_late"] += done.late
+        for decision in done.decisions:
+            self._count(decision.reason, decision.refusal)
         return done

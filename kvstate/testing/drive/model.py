@@ -100,7 +100,6 @@ class ChainModel:
 
     def job(self, batch: Batch) -> Job:
         """Return what there is to know of a batch. Called on the scheduler's thread."""
-        back = {work.rank for work, reason, _ in batch.notes if reason is Reason.RESTORED}
         keys = tuple(work.key for work in batch.works)
         return Job(
             batch.serial,
@@ -108,7 +107,7 @@ class ChainModel:
             batch.entries,
             keys,
             tuple(self.scripts[key] for key in keys),
-            frozenset(place for place, work in enumerate(batch.works) if work.rank in back) if back else frozenset(),
+            frozenset(place for place, one in enumerate(batch.drafts or ()) if one.reason is Reason.RESTORED),
         )
 
     def result(self, batch: Batch) -> Sampled:
