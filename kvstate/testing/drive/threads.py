@@ -69,7 +69,7 @@ def serve_on_two_threads(
             elif isinstance(outcome, Idle):
                 return
             elif isinstance(outcome, Blocked):
-                raise Stopped(outcome.refusal)
+                raise Stopped(outcome)
 
 
 class ModelThread:
