@@ -1,0 +1,145 @@
+"""What a violation of a schedule leaves behind: a simpler schedule, its world as a file, and a pytest test.
+
+A schedule is drawn from its world alone, so the world is all there is to write down.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvstate.testing.schedules.play import Play
+from kvstate.testing.schedules.setup import Setup
+from kvstate.testing.world import Violation
+from kvstate.types import Geometry, Group
+
+FORMAT = 1
+
+TRIES_MAX = 400
+"""Schedules played to find a simpler one."""
+
+INDICES = 25
+"""Of one world, so many other schedules are looked at for a shorter one."""
+
+
+def played(world: Setup) -> tuple[Play, Violation | None]:
+    """Play a schedule; return it and the violation it met, if any."""
+    play = Play(world)
+    try:
+        play.run()
+    except Violation as violation:
+        return play, violation
+    return play, None
+
+
+def seen(violation: Violation) -> str:
+    """Return what a schedule's violation saw, without the world and the calls that follow."""
+    return violation.detail.split("\n", 1)[0]
+
+
+def shrink(world: Setup, witness: str, tries_max: int = TRIES_MAX) -> Setup:
+    """Return a simpler or shorter schedule that the same witness objects to."""
+    best, length = world, len(played(world)[0].script)
+    tries = 0
+    progress = True
+    while progress:
+        progress = False
+        for candidate in _simpler(best):
+            tries += 1
+            if tries > tries_max:
+                return best
+            play, violation = played(candidate)
+            if violation is not None and violation.witness == witness and len(play.script) <= length:
+                shorter = len(play.script) < length
+                best, length = candidate, len(play.script)
+                progress = True
+                if shorter:
+                    break
+    return best
+
+
+def _simpler(world: Setup) -> Iterator[Setup]:
+    """Yield worlds with less in them; and, last, other schedules of the same world."""
+    for requests in (1, world.requests // 2, world.requests - 1):
+        if 0 < requests < world.requests:
+            yield attrs.evolve(world, requests=requests)
+    plain: tuple[tuple[str, Any], ...] = (
+        ("trouble", 0.0), ("prefix_cache", False), ("asynchronous", False), ("logprobs", False), ("debug", False),
+        ("policy", "decode-first"), ("budget", 64), ("batch", 16),
+    )  # fmt: skip
+    for name, value in plain:
+        if getattr(world, name) != value:
+            yield attrs.evolve(world, **{name: value})
+    geometry = world.geometry
+    for smaller in (
+        attrs.evolve(geometry, groups=geometry.groups[:1]),
+        attrs.evolve(geometry, host_pages=0),
+        attrs.evolve(geometry, pages=max(1, geometry.pages - 1)),
+    ):
+        if smaller != geometry:
+            yield attrs.evolve(world, geometry=smaller)
+    for index in range(INDICES):
+        if index != world.index:
+            yield attrs.evolve(world, index=index)
+
+
+# -- files
+
+
+def save(path: Path, world: Setup, witness: str, detail: str) -> None:
+    """Write a replay file."""
+    document = {"kvstate": FORMAT, "schedule": attrs.asdict(world), "witness": witness, "detail": detail}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def is_schedule(path: Path) -> bool:
+    """Tell whether a replay file holds a schedule."""
+    try:
+        return "schedule" in json.loads(path.read_text())
+    except (TypeError, ValueError):
+        return False
+
+
+def load(path: Path) -> tuple[Setup, str]:
+    """Return (world, witness) of a replay file.
+
+    Raises
+    ------
+    ValueError
+        When the file is no replay file of a schedule, saying what is wrong with it.
+    """
+    try:
+        document = json.loads(path.read_text())
+        if document["kvstate"] != FORMAT:
+            raise ValueError(f"format {document['kvstate']!r}; this version reads format {FORMAT}")
+        fields = dict(document["schedule"])
+        sizes = dict(fields.pop("geometry"))
+        geometry = Geometry(**{**sizes, "groups": [Group(**group) for group in sizes["groups"]]})
+        world = Setup(geometry=geometry, **fields)
+        Play(world)
+        return world, str(document["witness"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: not a replay file ({why}); `kvstate check` writes them") from error
+
+
+def as_python(world: Setup) -> str:
+    """Return the expression that makes a world, one field per line."""
+    lines = [f"    {name}={value!r}," for name, value in attrs.asdict(world, recurse=False).items()]
+    return "\n".join(["Setup(", *lines, ")"])
+
+
+def as_pytest(world: Setup, witness: str, detail: str) -> str:
+    """Return a test file that plays the schedule; it fails while the violation is there."""
+    told = " ".join(detail.replace('"""', "'''").replace("\\", "/").split())
+    setup = as_python(world).replace("\n", "\n    ")
+    return (
+        f'"""Found by kvstate check. {witness}: {told}"""\n\n'
+        "from kvstate.testing.schedules import Play, Setup\n"
+        "from kvstate.types import Geometry, Group\n\n\n"
+        f"def test_{witness}_holds():\n    world = {setup}\n    Play(world).run()\n"
+    )
