@@ -6,7 +6,7 @@ A schedule is drawn from its world alone, so the world is all there is to write 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,26 @@ from kvstate.types import Geometry, Group
 
 FORMAT = 1
 
-TRIES_MAX = 400
-"""Schedules played to find a simpler one."""
-
 INDICES = 25
-"""Of one world, so many other schedules are looked at for a shorter one."""
+"""Of a world with so many requests, so many schedules are looked at for a shorter one."""
+
+
+def _sizes(change: Callable[[Geometry], dict[str, Any]]) -> Callable[[Setup], Setup]:
+    return lambda world: attrs.evolve(world, geometry=attrs.evolve(world.geometry, **change(world.geometry)))
+
+
+SIMPLER: tuple[Callable[[Setup], Setup], ...] = (
+    lambda world: attrs.evolve(world, trouble=0.0),
+    lambda world: attrs.evolve(world, prefix_cache=False),
+    lambda world: attrs.evolve(world, asynchronous=False),
+    lambda world: attrs.evolve(world, logprobs=False, debug=False, policy="decode-first"),
+    lambda world: attrs.evolve(world, budget=64),
+    lambda world: attrs.evolve(world, batch=16),
+    _sizes(lambda geometry: {"groups": geometry.groups[:1]}),
+    _sizes(lambda geometry: {"host_pages": 0}),
+    _sizes(lambda geometry: {"pages": max(1, geometry.pages - 1)}),
+)
+"""What may be left out of a world."""
 
 
 def played(world: Setup) -> tuple[Play, Violation | None]:
@@ -41,50 +56,27 @@ def seen(violation: Violation) -> str:
     return violation.detail.split("\n", 1)[0]
 
 
-def shrink(world: Setup, witness: str, tries_max: int = TRIES_MAX) -> Setup:
+def shrink(world: Setup, witness: str) -> Setup:
     """Return a simpler or shorter schedule that the same witness objects to."""
     best, length = world, len(played(world)[0].script)
-    tries = 0
-    progress = True
-    while progress:
-        progress = False
-        for candidate in _simpler(best):
-            tries += 1
-            if tries > tries_max:
-                return best
-            play, violation = played(candidate)
-            if violation is not None and violation.witness == witness and len(play.script) <= length:
-                shorter = len(play.script) < length
-                best, length = candidate, len(play.script)
-                progress = True
-                if shorter:
-                    break
+
+    def better(candidate: Setup, length_max: int) -> bool:
+        nonlocal best, length
+        play, violation = played(candidate)
+        if violation is None or violation.witness != witness or len(play.script) > length_max:
+            return False
+        best, length = candidate, len(play.script)
+        return True
+
+    # Worlds with less in them.
+    while any([simpler(best) != best and better(simpler(best), length) for simpler in SIMPLER]):
+        pass
+    # Other schedules of this world, of as few requests as it takes.
+    for requests in range(1, best.requests + 1):
+        fewer = attrs.evolve(best, requests=requests)
+        if any([better(attrs.evolve(fewer, index=index), length - 1) for index in range(INDICES)]):
+            break
     return best
-
-
-def _simpler(world: Setup) -> Iterator[Setup]:
-    """Yield worlds with less in them; and, last, other schedules of the same world."""
-    for requests in (1, world.requests // 2, world.requests - 1):
-        if 0 < requests < world.requests:
-            yield attrs.evolve(world, requests=requests)
-    plain: tuple[tuple[str, Any], ...] = (
-        ("trouble", 0.0), ("prefix_cache", False), ("asynchronous", False), ("logprobs", False), ("debug", False),
-        ("policy", "decode-first"), ("budget", 64), ("batch", 16),
-    )  # fmt: skip
-    for name, value in plain:
-        if getattr(world, name) != value:
-            yield attrs.evolve(world, **{name: value})
-    geometry = world.geometry
-    for smaller in (
-        attrs.evolve(geometry, groups=geometry.groups[:1]),
-        attrs.evolve(geometry, host_pages=0),
-        attrs.evolve(geometry, pages=max(1, geometry.pages - 1)),
-    ):
-        if smaller != geometry:
-            yield attrs.evolve(world, geometry=smaller)
-    for index in range(INDICES):
-        if index != world.index:
-            yield attrs.evolve(world, index=index)
 
 
 # -- files
