@@ -43,7 +43,7 @@ from .breakages import forgetful_drop, uncounted_sharing
 PAGE_SIZE = 4
 BATCH = 6
 CHUNK = 24
-WORKLOAD = synthetic(20, seed=3, prompt_tokens=(4, 60), output_tokens=(4, 40), rate_per_s=2.0)
+WORKLOAD = synthetic(20, seed=3, prompt_tokens=(10, 90), output_tokens=(8, 50), rate_per_s=2.0)
 FORKED = [index for index in range(len(WORKLOAD)) if samples_of(index) > 1]
 ONE = (Group(),)
 WINDOWED = (Group("full", 256), Group("local", 128, window=9))

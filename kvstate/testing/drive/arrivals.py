@@ -63,19 +63,23 @@ class Arrivals:
         self._make = make
         self._speed = speed
         self._next = 0
+        # The last jump: when it was, and how many steps had been taken.
         self._jumped_s = 0.0
+        self._jumped_at = 0
 
     @property
     def now_s(self) -> float:
-        return self._jumped_s + self._scheduler.counts["steps"] * STEP_S * (self._speed or 0.0)
+        steps = self._scheduler.counts["steps"] - self._jumped_at
+        return self._jumped_s + steps * STEP_S * (self._speed or 0.0)
 
     def __call__(self) -> Iterable[Output]:
         """Add who has arrived; return the outputs of those that were refused."""
         workload, scheduler = self._workload, self._scheduler
         if self._next == len(workload):
             return ()
-        if self._speed is not None and not scheduler.roster.live:
-            self._jumped_s += max(0.0, workload[self._next].arrival_s - self.now_s)
+        if self._speed is not None and not scheduler.roster.live and self.now_s < workload[self._next].arrival_s:
+            self._jumped_s = workload[self._next].arrival_s
+            self._jumped_at = scheduler.counts["steps"]
         now_s = self.now_s if self._speed is not None else math.inf
         refused = []
         while self._next < len(workload) and workload[self._next].arrival_s <= now_s:
