@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,34 @@ def test_what_was_not_judged_is_not_called_free_of_conflicts(tmp_path: Path) -> 
     [row] = [line for line in result.output.splitlines() if "judge conflicts" in line]
     assert "not judged" in row and "0" not in row
     assert json.loads((tmp_path / "out.json").read_text())["conflicts"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("azure_llm_2023_conv.csv", ("--requests", 60, "--async")),
+        ("azure_llm_2023_code.csv", ("--requests", 60, "--threads")),
+        ("mooncake_conversation.jsonl", ("--requests", 30, "--prefix-cache")),
+    ],
+)
+def test_the_published_traces_are_served(name: str, options: tuple[object, ...], tmp_path: Path) -> None:
+    """They are no part of the repository: name the folder that holds them in KVSTATE_TRACES."""
+    folder = os.environ.get("KVSTATE_TRACES")
+    if not folder or not Path(folder, name).is_file():
+        pytest.skip(f"KVSTATE_TRACES names no folder with {name}")
+    digests = []
+    for memory in (
+        ("--memory-fraction", 1),
+        ("--memory-fraction", 0.25),
+        ("--memory-fraction", 0.25, "--host-pages", 0),
+    ):
+        result = kv("run", Path(folder, name), *options, *memory, "--json", tmp_path / "out.json")
+        assert result.exit_code == Exit.HOLDS, result.output
+        found = json.loads((tmp_path / "out.json").read_text())
+        assert (found["offloads"] + found["soft_resets"] > 0) == (memory[1] < 1)
+        digests.append(found["digest"])
+    assert len(set(digests)) == 1
 
 
 # -- 1: violation
