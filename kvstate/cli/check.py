@@ -103,14 +103,15 @@ def _run(console: Console, time_s: float, seed: int, jobs: int, layers: tuple[st
 
 def _show(console: Console, report: Report) -> None:
     table = Table(title="kvstate check")
-    for name in ("layer", "programs", "accepted", "refused", "sometimes", "seconds", "verdict"):
+    for name in ("layer", "programs", "accepted", "refused", "reached", "seconds", "verdict"):
         table.add_column(name, justify="left" if name in ("layer", "verdict") else "right")
     violated = {found.layer for found in report.found}
     for tally in report.tallies:
         table.add_row(*_row(tally, tally.layer in violated))
     table.add_section()
     counts = [sum(numbers) for numbers in zip(*map(_counts, report.tallies), strict=True)]
-    reached = f"{len(report.missing)} missing" if report.missing else "all"
+    required = sum(map(len, {checker.required(tally.layer) for tally in report.tallies}))
+    reached = f"{required - len(report.missing)}/{required}"
     table.add_row("all", *(f"{count:,}" for count in counts), reached, f"{report.seconds:.1f}", report.verdict)
     console.print(table)
     if report.verdict == "undecided":
