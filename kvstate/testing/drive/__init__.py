@@ -5,6 +5,7 @@ The rooms::
     chain      what must come out: stamps and tokens, from the prompts alone
     arrivals   the workload becomes requests; every eighth asks for two samples
     model      writes stamps, reads the pages back, compares, samples from what it has read
+    ledger     what came out, and what was left
     threads    the loop with the model on a thread of its own; else it is that of `kvstate.loop`
     demand     how much memory a workload would use
     meters     what is counted
@@ -12,10 +13,7 @@ The rooms::
 
 from __future__ import annotations
 
-import hashlib
 import time
-from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
@@ -23,11 +21,12 @@ import attrs
 from kvstate.loop import Stopped, serve
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, CopyOut
-from kvstate.requests import Finish, GenerationRequest, Output
+from kvstate.requests import GenerationRequest, Output
 from kvstate.testing.backends import StampedBackend
 from kvstate.testing.drive.arrivals import Arrivals, key_of, request_of, samples_of
 from kvstate.testing.drive.chain import Scripts
 from kvstate.testing.drive.demand import check_workload, peak_demand, pool_pages, stamps_read
+from kvstate.testing.drive.ledger import Ledger, leaks_of
 from kvstate.testing.drive.meters import MeteredBackend, MeteredJudge, MeteredScheduler
 from kvstate.testing.drive.model import ERRORS_NAMED, SAMPLED_EVERY, ChainModel
 from kvstate.testing.drive.threads import Undecided, serve_on_two_threads
@@ -229,7 +228,7 @@ def drive(
     for output in serving(scheduler, model, between=between):
         ledger.take(output)
         model.forget(key_of(output))
-    leaks = _leaks(manager)
+    leaks = leaks_of(manager)
     manager.close()
     judge_s = judge.cost_s if judge is not None else 0.0
     unfinished = tuple(traced.id for index, traced in enumerate(workload) if not ledger.finished(index))
@@ -257,63 +256,3 @@ def drive(
         model_s=model.model_s,
         verification_s=model.verification_s,
     )
-
-
-class Ledger:
-    """What every sample has generated, beside what it must.
-
-    Attributes
-    ----------
-    wrong
-        What is not as it must be, in words.
-    """
-
-    def __init__(self, scripts: Scripts) -> None:
-        self._scripts = scripts
-        self._outputs: dict[tuple[int, int], tuple[str, bytes]] = {}
-        self._right: Counter[int] = Counter()
-        self.wrong: list[str] = []
-
-    @property
-    def ended(self) -> int:
-        """Samples that have ended."""
-        return len(self._outputs)
-
-    def take(self, output: Output) -> None:
-        """Compare an output that is final."""
-        script = self._scripts[key_of(output)]
-        self._outputs[script.index, output.sample] = str(output.finish), array("q", output.tokens).tobytes()
-        if output.finish is not Finish.LENGTH:
-            self.wrong.append(f"{key_of(output)} {output.finish}: {output.error}")
-        elif list(output.tokens) != script.tokens:
-            pairs = enumerate(zip(output.tokens, script.tokens, strict=False))
-            place = next((i for i, (got, want) in pairs if got != want), min(len(output.tokens), len(script.tokens)))
-            self.wrong.append(f"{key_of(output)} has generated another token {place} than with all memory")
-        else:
-            self._right[script.index] += 1
-        if all((script.index, sample) in self._outputs for sample in range(samples_of(script.index))):
-            self._scripts.drop(output.request)
-
-    def finished(self, index: int) -> bool:
-        """Tell whether all samples of a request have generated exactly their tokens."""
-        return self._right[index] == samples_of(index)
-
-    def digest(self) -> str:
-        """Return a checksum over everything that was generated."""
-        return hashlib.sha256(repr(sorted(self._outputs.items())).encode()).hexdigest()[:16]
-
-
-def _leaks(manager: KVManager) -> tuple[str, ...]:
-    """Idle means empty: return what is left of a manager whose requests have all ended."""
-    leaks = []
-    geometry = manager.geometry
-    totals = {"device": geometry.group_pages, "host": geometry.host_group_pages}
-    for tier, available in manager.pages_available().items():
-        if available != totals[tier]:
-            had, of = (", ".join(map(str, pages)) for pages in (available, totals[tier]))
-            leaks.append(f"{tier} has {had} of {of} pages available")
-    left = manager.view()
-    for what, there in (("requests", left.requests), ("leases", left.leases), ("claims", left.claims)):
-        if there:
-            leaks.append(f"{len(there)} {what} are open")
-    return tuple(leaks)

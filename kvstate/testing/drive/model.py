@@ -221,8 +221,9 @@ class ChainModel:
 
 
 def _fed(entry: Entry, before: Sequence[int]) -> Iterable[int]:
-    """Return the tokens that are fed to a segment; the one that nobody had seen yet is what the batch `before` drew."""
-    return [before[entry.feeds or 0] if token is None else token for token in entry.tokens]
+    """Return the tokens that are fed to a segment; a last one that nobody had seen yet was drawn by the batch before."""
+    known = [token for token in entry.tokens if token is not None]
+    return known if entry.feeds is None else [*known, before[entry.feeds]]
 
 
 def _number(stamp: Any) -> int:
