@@ -253,6 +253,6 @@ def drive(
         cpu_s=time.process_time() - began_cpu_s,
         copies_s=metered.cost_s - judge_s,
         judge_s=judge_s,
-        model_s=model.model_s,
+        model_s=model.model_s + scripts.cost_s,
         verification_s=model.verification_s,
     )

@@ -7,6 +7,7 @@ known before anything runs: a `Script` is made of the prompt alone, and touches 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
@@ -81,10 +82,16 @@ class Scripts(dict[str, Script]):
     ----------
     groups
         How many the model reads.
+
+    Attributes
+    ----------
+    cost_s
+        CPU seconds that making them took.
     """
 
     def __init__(self, groups: int) -> None:
         super().__init__()
+        self.cost_s = 0.0
         self._groups = groups
         self._requests: dict[str, tuple[int, GenerationRequest]] = {}
 
@@ -95,9 +102,11 @@ class Scripts(dict[str, Script]):
 
     def __missing__(self, key: str) -> Script:
         index, request = self._requests[key]
+        began = time.thread_time()
         prompt = chain(GENESIS, request.prompt)
         for sample in range(request.samples):
             self[request.key(sample)] = Script(index, prompt, sample, request.tokens_max, self._groups)
+        self.cost_s += time.thread_time() - began
         return self[key]
 
     def drop(self, request: str) -> None:
