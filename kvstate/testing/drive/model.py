@@ -221,7 +221,7 @@ class ChainModel:
 
 
 def _fed(entry: Entry, before: Sequence[int]) -> Iterable[int]:
-    """Return the tokens that are fed to a segment; the one nobody has seen yet is the last, drawn by the batch before."""
+    """Return the tokens fed to a segment. One that nobody has seen yet is the last: the batch `before` drew it."""
     known = [token for token in entry.tokens if token is not None]
     return known if entry.feeds is None else [*known, before[entry.feeds]]
 
