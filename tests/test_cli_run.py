@@ -110,6 +110,17 @@ def test_arrivals_may_follow_the_trace(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.json").read_text())["virtual_s"] >= 3.0
 
 
+@pytest.mark.parametrize(("given", "then"), [(None, "1"), ("3", "3")])
+def test_an_op_has_one_thread_unless_the_environment_asks_for_more(
+    given: str | None, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert kv("run", "--synthetic", "--requests", 1).exit_code == Exit.HOLDS
+    assert os.environ["OMP_NUM_THREADS"] == then
+
+
 def test_what_was_not_judged_is_not_called_free_of_conflicts(tmp_path: Path) -> None:
     result = kv("run", azure(tmp_path / "trace"), *SMALL, "--no-judge", "--json", tmp_path / "out.json")
     assert result.exit_code == Exit.HOLDS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import os
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -31,6 +32,14 @@ COMMANDS = {
     "run": ("kvstate.cli.run", "Serve a trace through scheduler, manager and backend, every token verified."),
 }
 """Name → the module that has the command under the same name, and its line in the help."""
+
+
+def one_thread_per_op() -> None:
+    """Keep a tensor library imported from now on from threads inside an op, unless the environment asks for some.
+
+    The tensors of `run` and `check` are small: such threads mostly wait for each other, and take cores from the jobs.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _needs_the_extra(missing: str) -> NoReturn:

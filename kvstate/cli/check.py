@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvstate.cli import Exit
+from kvstate.cli import Exit, one_thread_per_op
 from kvstate.testing import backends, checker, program
 from kvstate.testing.checker import Report
 from kvstate.testing.found import Found, FoundSchedule
@@ -69,6 +69,7 @@ def check(
     jobs = jobs if jobs is not None else os.cpu_count() or 1
     time_s = seconds if seconds is not None else BUDGETS[budget]
     layers = tuple(layer for layer in checker.LAYERS if not layers or layer in layers)
+    one_thread_per_op()
     try:
         backends.find(device)
         report = _run(console, time_s, seed, jobs, layers, device)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvstate.cli import Exit
+from kvstate.cli import Exit, one_thread_per_op
 from kvstate.errors import KVStateError
 from kvstate.testing import backends
 from kvstate.testing.backends import CountsBytes, StampedBackend
@@ -157,6 +157,7 @@ def run(
     except ValueError as error:
         raise click.UsageError(f"--groups: {error}") from error
     judge = None if no_judge else MeteredJudge.of(geometry)
+    one_thread_per_op()
     try:
         backend = backends.make(device, geometry, judge, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
     except (backends.BackendNotFound, ValueError) as error:
