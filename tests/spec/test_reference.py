@@ -44,93 +44,9 @@ from kvstate.types import (
     StreamId,
 )
 from kvstate.view import ClaimView, LeaseView, PartView, PoolView, StateView, StreamView
-from kvstate_spec.reference import Abstract, Reference, StreamAbstract, agrees
+from kvstate_spec.reference import Abstract, agrees
 from kvstate_spec.refinement import abstract_view, difference
-
-
-class Driver:
-    """A reference with handles chosen and tokens made up, so that a test reads like a script."""
-
-    def __init__(self, pages: int = 16, page_size: int = 4, host_pages: int = 0, **worker: Any) -> None:
-        self.ref = Reference(Geometry(pages=pages, page_size=page_size, host_pages=host_pages), **worker)
-        self.serial = 0
-        self.token = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ref, name)
-
-    def handle(self) -> int:
-        self.serial += 1
-        return self.serial
-
-    def admitted(self, step: Step) -> int:
-        handle = self.handle()
-        assert self.ref.admit(step, handle=handle) is None
-        return handle
-
-    def enter(self, lease: int) -> Refusal | None:
-        plan = self.handle()
-        return self.ref.plan(lease, handle=plan) or self.ref.launch_enter(lease, plan=plan)
-
-    def launched(self, step: Step) -> int:
-        lease = self.admitted(step)
-        self.launch(lease)
-        return lease
-
-    def launch(self, lease: int) -> None:
-        assert self.enter(lease) is None
-        self.ref.launch_exit(lease)
-
-    def tokens(self, lease: int) -> list[list[int]]:
-        made = []
-        for segment in self.ref.leases[lease].step.segments if lease in self.ref.leases else ():
-            made.append(list(range(self.token, self.token + segment.span)))
-            self.token += segment.span
-        return made
-
-    def commit(self, lease: int, accepted: list[int] | None = None) -> Any:
-        return self.ref.commit(lease, self.tokens(lease), accepted)
-
-    def stored(self, step: Step, accepted: list[int] | None = None) -> None:
-        outcome = self.commit(self.launched(step), accepted)
-        assert not isinstance(outcome, Refusal)
-
-    def offloaded(self, request: str, **how: bool) -> None:
-        claim = self.handle()
-        assert self.ref.claim_offload(request, handle=claim, **how) is None
-        assert self.ref.commit_offload(claim) is None
-
-    def keyed(self, tokens: Any, request: str = "a", label: str = "main") -> tuple[int, int]:
-        answer = self.ref.key(request, tokens, label)
-        assert not isinstance(answer, Refusal)
-        return answer
-
-    def length(self, request: str = "a", label: str = "main") -> int:
-        return self.ref.abstract().streams[request, label].length
-
-    def stream(self, request: str = "a", label: str = "main") -> StreamAbstract:
-        return self.ref.abstract().streams[request, label]
-
-
-def span(count: int, request: str = "a", label: str = "main") -> Segment:
-    return Segment(request, label, count)
-
-
-def step(*segments: Segment, **rest: Any) -> Step:
-    return Step(segments, **rest)
-
-
-def of_one_group(
-    length: int, residency: str, content: int, surplus: int, device: Any = (), host: Any = (), released: int = 0
-) -> StreamAbstract:
-    return StreamAbstract(length, released, residency, (content,), (surplus,), (device,), (host,), (0,))
-
-
-def driver(*requests: str, **geometry: Any) -> Driver:
-    made = Driver(**geometry)
-    for request in requests or ("a",):
-        assert made.ingest(request) is None
-    return made
+from tests.spec.sectors import Driver, driver, of_one_group, span, step
 
 
 def published(length: int, *, label: str = "main", world_size: int = 1, rank: int = 0, **changes: Any) -> Publication:
