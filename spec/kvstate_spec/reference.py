@@ -351,6 +351,13 @@ class Reference:
         if request not in self.requests:
             return UnknownRequest(request=request)
         held, size = self.requests[request], self.geometry.page_size
+        residency = held.residency(label)
+        if residency == FETCHING:
+            return FetchPending(request=request, label=label)
+        if residency == FETCH_FAILED:
+            return FetchFailed(request=request, label=label, error=held.streams[label].error)
+        if residency in AWAY:
+            return StreamNotOnDevice(request=request, label=label, residency=residency)
         image = held.streams[label].image if label in held.streams else Image.blank(self._groups)
         stored = len(image.tokens) - len(image.keys) * size
         if len(tokens) > stored:
@@ -383,13 +390,14 @@ class Reference:
 
     @verb
     def reset_prefix_cache(self) -> int:
-        """Forget every key: the weights changed (39). Return the key epoch."""
+        """Forget every key: the weights changed (39). Return how many pages could be found."""
+        found = len(self.findable)
         self.findable, self.means, self.parents, self.cached = {}, {}, {}, []
         for s in self.streams():
             if s.image.tokens or s.residency == FETCHING or s.counting():
                 s.image.stale, s.image.keys = True, []
         self.key_epoch += 1
-        return self.key_epoch
+        return found
 
     # ---------------------------------------------------------------------------------------------------------------
     # Steps
@@ -436,12 +444,12 @@ class Reference:
         """Refuse a prefix that is no longer there, or on a stream that stores something when it begins (6, 38)."""
         name = stream_id(segment)
         assert name is not None, "padding has no prefix"
-        matched = self.match(segment.prefix)
-        if matched < len(segment.prefix):
-            return PrefixLost(request=name.request, label=name.label, matched=matched)
         length = len(self._before_segments(step)[name].tokens)
         if length:
             return NotEmpty(request=name.request, label=name.label, length=length)
+        matched = self.match(segment.prefix)
+        if matched < len(segment.prefix):
+            return PrefixLost(request=name.request, label=name.label, matched=matched)
         return None
 
     def _before_segments(self, step: Step) -> dict[StreamId, Image]:
@@ -892,8 +900,7 @@ class Reference:
 
     def _first_fetched(self, group: int, record: Record) -> int:
         """Return the first place that a stream of this record holds in `group` (28)."""
-        sink = self.geometry.group_pages[group]
-        theirs = sum(page == sink for page in record.pages[group]) if record.pages else 0
+        theirs = record.skipped[group] if record.skipped else 0
         return max(theirs, self.geometry.skipped(group, record.length))
 
     def _fetched(self, image: Image, record: Record) -> Table:

@@ -144,7 +144,6 @@ class Driver:
             detached=(),
             leases=(),
             claims=(),
-            lent={"device": (), "host": ()},
             key_epoch=ref.key_epoch,
         )
 

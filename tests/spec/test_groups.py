@@ -26,7 +26,7 @@ def record(d: Driver, length: int, first: int = 0, **changes: Any) -> Publicatio
     geometry: Geometry = d.ref.geometry
     full = tuple(range(geometry.pages_for(length)))
     pages = (full, (geometry.group_pages[1],) * first + full[first:])
-    made = Record(length, 0, 4, pages, False, "elsewhere", 1, 1)
+    made = Record(length, 0, 4, pages, False, "elsewhere", 1, 1, skipped=(0, first))
     return Publication("a", 1, {0: {"main": attrs.evolve(made, **changes)}})
 
 

@@ -32,7 +32,6 @@ from kvstate.refusals import (
     WorldSizeMismatch,
 )
 from kvstate.types import (
-    Geometry,
     LabelFork,
     Publication,
     Record,
@@ -711,7 +710,6 @@ def state_view(*streams: StreamView, leases: Any = (), claims: Any = ()) -> Stat
         detached=(),
         leases=leases,
         claims=claims,
-        lent={"device": (), "host": ()},
         key_epoch=3,
     )
 
