@@ -519,6 +519,7 @@ class Node:
         return self.world.record(self.address, verb, args)
 
     def _apply(self, call: Call, verb: str, *args: Any) -> Any:
+        self.reference.look(self.now)
         try:
             return self.subject.apply(verb, *args)
         except PromiseBroken as broken:
@@ -557,6 +558,9 @@ class Node:
                 gain, expected = self.subject.reclaimable(request), self.reference.reclaimable(request)
                 if gain != expected:
                     self._violated("reference", f"reclaimable({request!r}) is {gain}, expected {expected}")
+            wrong = self.reference.settle(now)
+            if wrong is not None:
+                self._violated("reference", f"{call.verb}: {wrong}")
             detail = difference(abstract_view(now), self.reference.abstract())
             if detail is not None:
                 self._violated("reference", f"{call.verb}: {detail}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from kvstate.types import Geometry
-from kvstate.view import LeaseView, RowView, StateView
+from kvstate.view import StateView
 
 
 @attrs.frozen
@@ -87,7 +87,7 @@ def tier(geometry: Geometry, sectors: int, owned: Sequence[Iterable[int]]) -> Ti
 
 
 def device_tier(geometry: Geometry, view: StateView, leaving: bool = False) -> Tier:
-    """Return the device as `view` shows it; `leaving`: once offload claims have committed and void rows have ended."""
+    """Return the device as `view` shows it; `leaving`: without owners that are leaving (41)."""
     gone = _leaving(view) if leaving else [Counter() for _ in geometry.groups]
     owned = [
         [page for page, owners in enumerate(pool.owners) if owners > gone[group][page]]
@@ -103,21 +103,19 @@ def host_tier(geometry: Geometry, view: StateView) -> Tier:
 
 
 def _leaving(view: StateView) -> list[Counter[int]]:
-    """Return per group how many owners each page loses when offload claims commit and void rows end."""
+    """Return per group how many owners each page loses when what is leaving has left (41)."""
     gone: list[Counter[int]] = [Counter() for _ in view.device]
-    rows: list[tuple[LeaseView, RowView]] = [(lease, row) for lease in view.leases for row in lease.rows]
+    void = [(lease.serial, row) for lease in view.leases for row in lease.rows if row.void]
+    ending = {serial for serial, _ in void}
     for group, lost in enumerate(gone):
         for claim in view.claims:
             if claim.kind == "offload":
                 lost.update(claim.device(group))
-        for _, row in rows:
-            if row.void:
-                lost.update(row.takes[group])
-                lost.update(row.temps[group])
+        for _, row in void:
+            lost.update(row.takes[group])
+            lost.update(row.temps[group])
         for stream in (*view.streams, *view.detached):
-            here = (stream.incarnation, stream.label)
-            counting = {lease.serial for lease, row in rows if not row.void and (row.incarnation, row.label) == here}
             for behind, pages in stream.held:
-                if not counting.intersection(behind):
+                if ending.issuperset(behind):
                     lost.update(pages[group])
     return gone

@@ -13,7 +13,6 @@ that makes no keys needs neither.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -129,7 +128,7 @@ class Reference:
     _view: StateView | None = None
     # What the newest call was granted, per group, and which pages it started on: what evictions are judged by (37).
     _granted: tuple[list[int], list[Page]] | None = None
-    # True in what `probe` asks: owners that are leaving do not count in `_view`.
+    # True in what `probe` asks: owners that are leaving do not count (41).
     _leaving: bool = False
 
     # ---------------------------------------------------------------------------------------------------------------
@@ -223,16 +222,26 @@ class Reference:
 
     def owners(self) -> list[tuple[object, list[Page]]]:
         """Return every owner of device pages with its pages."""
-        owners: list[tuple[object, list[Page]]] = [(s, s.image.pages()) for s in self.streams()]
+        owners: list[tuple[object, list[Page]]] = []
+        for s in self.streams():
+            if not (self._leaving and s.residency == OFFLOADING):
+                owners.append((s, s.image.pages()))
         for lease in self.leases.values():
-            owners.append((lease, [page for _, own in lease.pages() for page in own]))
+            void = {row.stream.id for row in lease.void()} if self._leaving else set()
+            owners.append((lease, [page for name, own in lease.pages() if name not in void for page in own]))
         owners += [("kept", [page]) for page, _, _ in self._kept()]
-        owners += [(claim, claim.device) for claim in self.claims.values()]
+        for claim in self.claims.values():
+            if not (self._leaving and claim.kind == "offload"):
+                owners.append((claim, claim.device))
         return owners
 
     def _kept(self) -> list[tuple[Page, Stream, tuple[Row, ...]]]:
         """Return the pages that left a stream and are still taken (20)."""
-        return [entry for entry in self.kept if any(row in row.stream.rows for row in entry[2])]
+        return [
+            entry
+            for entry in self.kept
+            if any(row in row.stream.rows and not (self._leaving and row.lease.void()) for row in entry[2])
+        ]
 
     def _owned(self) -> set[Page]:
         return {page for _, own in self.owners() for page in own}
@@ -345,8 +354,7 @@ class Reference:
     def key(self, request: str, tokens: Sequence[int], label: str = MAIN) -> Refusal | tuple[int, int]:
         """Give the whole pages of `tokens`, which continue the keyed ones, their keys (34).
 
-        Returns how many pages got one, and how many pages, over all groups, stay as they are since the key, or the
-        page, is taken.
+        Returns how many places have what their key finds, in each group, and of how many a key or page was taken.
         """
         if request not in self.requests:
             return UnknownRequest(request=request)
@@ -360,33 +368,36 @@ class Reference:
             return StreamNotOnDevice(request=request, label=label, residency=residency)
         image = held.streams[label].image if label in held.streams else Image.blank(self._groups)
         stored = len(image.tokens) - len(image.keys) * size
-        if len(tokens) > stored:
-            return NotStored(request=request, label=label, stored=stored)
         if image.stale or image.released:
             return 0, 0
-        new = len(tokens) // size
-        taken = 0
-        for i in range(new):
+        if len(tokens) > stored:
+            return NotStored(request=request, label=label, stored=stored)
+        found = taken = 0
+        for i in range(len(tokens) // size):
             place = len(image.keys)
             parent = image.keys[-1] if image.keys else root(held.config.cache_salt)
             image.keys.append(chain(parent, tokens[i * size : (i + 1) * size]))
             self.parents[image.keys[-1]] = parent
             self.means[image.keys[-1]] = tuple(image.tokens[place * size : (place + 1) * size])
-            taken += self._find(image, place)
-        return new, taken
+            if self._find(image, place):
+                found += 1
+            else:
+                taken += 1
+        return found, taken
 
-    def _find(self, image: Image, place: int) -> int:
-        """Let the key of a place find its page, in each group that holds it; return in how many that was taken (34)."""
-        taken = 0
+    def _find(self, image: Image, place: int) -> bool:
+        """Let the key of a place find its page, in each group that holds it; False when one was taken (34)."""
+        everywhere = True
         for group, table in enumerate(image.content):
             page = table[place] if place < len(table) else None
-            if page is None:
+            name = (group, image.keys[place])
+            if page is None or (name in self.findable and self.findable[name].page == page):
                 continue
-            if (group, image.keys[place]) in self.findable or any(f.page == page for f in self.findable.values()):
-                taken += 1
+            if name in self.findable or any(found.page == page for found in self.findable.values()):
+                everywhere = False
             else:
-                self.findable[group, image.keys[place]] = Findable(page, place)
-        return taken
+                self.findable[name] = Findable(page, place)
+        return everywhere
 
     @verb
     def reset_prefix_cache(self) -> int:
@@ -471,6 +482,35 @@ class Reference:
     @verb
     def admit(self, step: Step, *, handle: int = -1) -> Refusal | None:
         """Reserve by simulating, or refuse and change nothing (5, 6, 11, 12, 38)."""
+        asked = self._ask(step)
+        if isinstance(asked, Refusal):
+            return asked
+        images, granted, hits, walked = asked
+        own = [page for hit in hits.values() for page in pages_in(hit.content)]
+        self._evict(self._counts(page for pages in granted.values() for page in loose(pages)), own)
+        lease = self.leases[handle] = Lease(handle, step, granted, walked.shared, hits, walked.posted)
+        rows: dict[StreamId, Row] = {}
+        for name, image in images.items():
+            stream = self.requests[name.request].stream(name.label)
+            rows[name] = Row(lease, stream, self._base(name).result(), image)
+        for name, row in rows.items():
+            lease.rows.append(row)
+            self.requests[name.request].stream(name.label).rows.append(row)
+        for fork in walked.forked:
+            rows[fork.target].sources.append(rows[fork.source])
+        for fork in walked.posted:
+            rows[fork.target].post_target = True
+        return None
+
+    def probe(self, step: Step, leaving: bool = False) -> Refusal | None:
+        """Return what `admit` would answer; `leaving`: what is leaving counts as available (41)."""
+        self._leaving = leaving
+        asked = self._ask(step)
+        self._leaving = False
+        return asked if isinstance(asked, Refusal) else None
+
+    def _ask(self, step: Step) -> Refusal | tuple[dict[StreamId, Image], dict[Ask, Pages], dict[StreamId, Hit], Walked]:
+        """Return what a step's streams become, and what it is granted and starts on; or why it cannot be admitted."""
         pre, post = step.stream_forks(step.pre_forks), step.stream_forks(step.post_forks)
         for name in [name for fork in pre for name in (fork.source, fork.target)]:
             if refusal := self._stands(name):
@@ -484,31 +524,15 @@ class Reference:
         for name in [name for fork in post for name in (fork.source, fork.target)]:
             if refusal := self._stands(name):
                 return refusal
-
-        names = named(step)
         hits = {StreamId(s.request or "", s.label): self._hit(s.prefix) for s in step.segments if s.prefix}
-        images = {name: self._base(name) for name in names}
-        assumed = {name: image.result() for name, image in images.items()}
+        images = {name: self._base(name) for name in named(step)}
         granted: dict[Ask, Pages] = {}
         spans = [segment.span for segment in step.segments]
         walked = self._walk(step, images, granted, [[None] * span for span in spans], spans, hits=hits)
         own = [page for hit in hits.values() for page in pages_in(hit.content)]
-        if refusal := self._too_few(step, names, walked.tables, granted, own):
+        if refusal := self._too_few(step, list(images), walked.tables, granted, own):
             return refusal
-
-        self._evict(self._counts(page for pages in granted.values() for page in loose(pages)), own)
-        lease = self.leases[handle] = Lease(handle, step, granted, walked.shared, hits, walked.posted)
-        rows: dict[StreamId, Row] = {}
-        for name in names:
-            stream = self.requests[name.request].stream(name.label)
-            rows[name] = Row(lease, stream, assumed[name], images[name])
-            lease.rows.append(rows[name])
-            stream.rows.append(rows[name])
-        for fork in walked.forked:
-            rows[fork.target].sources.append(rows[fork.source])
-        for fork in walked.posted:
-            rows[fork.target].post_target = True
-        return None
+        return images, granted, hits, walked
 
     def _too_few(
         self,
@@ -746,11 +770,11 @@ class Reference:
         asked = self._extra(held, moved, extra) if extra is not None else {}
         fresh = [page for page in distinct if page not in found]
         more = [page for pages in asked.values() for page in loose(pages)]
-        everything = capacity.sectors_for(self.geometry, self._counts({*moved.values(), *more}))
-        if everything > self.geometry.pages:
-            return TooLarge(request=request, wanted=everything, capacity=self.geometry.pages)
         wanted, tier = self._counts(fresh + more), self._device(found.values())
         if (short := tier.short(wanted)) is not None:
+            everything = capacity.sectors_for(self.geometry, self._counts(distinct + more))
+            if everything > self.geometry.pages:
+                return TooLarge(request=request, wanted=everything, capacity=self.geometry.pages)
             return PagesExhausted(request=request, short=short, fragmented=tier.fragmented(wanted))
 
         self._evict(wanted, found.values())
@@ -781,13 +805,8 @@ class Reference:
                 image.opened, image.released, image.tokens = s.image.opened, s.image.released, list(s.image.tokens)
                 image.content = move(s.host, moved)
         spans = [segment.span for segment in only.segments]
-        hits = {
-            StreamId(request.id, segment.label): self._hit(segment.prefix)
-            for segment in only.segments
-            if segment.prefix and self.match(segment.prefix) == len(segment.prefix)
-        }
         granted: dict[Ask, Pages] = {}
-        self._walk(only, images, granted, [[None] * span for span in spans], spans, hits=hits)
+        self._walk(only, images, granted, [[None] * span for span in spans], spans)
         asked: dict[str, Pages] = {}
         for ask, pages in granted.items():
             own = asked.setdefault(asked_for(only, ask).label, [[] for _ in range(self._groups)])
@@ -1061,26 +1080,6 @@ class Reference:
     def pages_available(self) -> dict[str, tuple[int, ...]]:
         """Return how many pages each group alone could be granted, per tier (32, 37)."""
         return {"device": self._device().available(), "host": self._host().available()}
-
-    def probe(self, step: Step, leaving: bool = False) -> Refusal | None:
-        """Return what `admit` would answer; `leaving`: offload claims had committed and void rows ended (41)."""
-        other = copy.deepcopy(self, {id(self._view): self._view})
-        if leaving:
-            other._leaving = True
-            for handle, claim in list(other.claims.items()):
-                if claim.kind == "offload":
-                    claim.error = None
-                    other.commit_offload(handle)
-            for lease in list(other.leases.values()):
-                for row in lease.void():
-                    row.stream.rows.remove(row)
-                    lease.shared.pop(row.stream.id, None)
-                    lease.hits.pop(row.stream.id, None)
-                    for ask in [ask for ask in lease.granted if asked_for(lease.step, ask) == row.stream.id]:
-                        del lease.granted[ask]
-            other._sweep()
-        refusal: Refusal | None = other.admit(step)
-        return refusal
 
     def publishable(self, request: str) -> dict[str, tuple[int, int, bool]] | None:
         """Return length, released and on_host of every label that `publish` describes (26); None if unknown."""

@@ -167,7 +167,8 @@ def retain(image: Image, policy: RetentionPolicy | None, size: int) -> list[Page
     gone = pages_in([own[first : first + count] for own in image.content])
     image.content = [own[:first] + own[first + count :] for own in image.content]
     image.tokens = image.tokens[: first * size] + image.tokens[(first + count) * size :]
-    image.keys = image.keys[:first] + image.keys[first + count :]
+    if count:
+        image.keys = image.keys[:first]
     image.released += count * size
     return gone
 
