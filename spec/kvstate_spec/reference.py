@@ -128,6 +128,9 @@ class Reference:
     _view: StateView | None = None
     # What the newest call was granted, per group, and which pages it started on: what evictions are judged by (37).
     _granted: tuple[list[int], list[Page]] | None = None
+    # The tables before the newest call, and after it.
+    _tables: list[list[Page]] = attrs.Factory(list)
+    _next_tables: list[list[Page]] = attrs.Factory(list)
     # True in what `probe` asks: owners that are leaving do not count (41).
     _leaving: bool = False
 
@@ -162,19 +165,16 @@ class Reference:
             for one, two in itertools.pairwise(leaving):
                 if calls[one] > calls[two]:
                     return f"{names[one]} was cached after {names[two]} and leaves before it"
-                if calls[one] == calls[two] and depth[one] < depth[two] and self._behind(two, one):
+                if calls[one] == calls[two] and depth[one] < depth[two] and self._together(one, two):
                     return f"{names[one]} is in front of {names[two]}, was cached with it, and leaves before it"
         # One group: the order is the whole order. Several: it is compared per group, and used for nothing else.
         self.cached.sort(key=lambda entry: (entry[1], order[entry[0]]))
         return None
 
-    def _behind(self, page: Page, other: Page) -> bool:
-        """Tell whether the key of `page` continues that of `other`."""
-        keys = {found.page: key for (_, key), found in self.findable.items()}
-        key: Key | None = keys[page]
-        while key is not None and key != keys[other]:
-            key = self.parents.get(key)
-        return key is not None
+    def _together(self, page: Page, other: Page) -> bool:
+        """Tell whether both pages were in the same tables, and somewhere, before the call."""
+        both = [(page in table, other in table) for table in self._tables]
+        return (True, True) in both and all(one == two for one, two in both)
 
     def _evicted(self, keys: Sequence[Mapping[int, str]]) -> str | None:
         """Judge which keys the machine let go for a grant, with several groups, and forget them (37)."""
@@ -311,6 +311,9 @@ class Reference:
     def _sweep(self) -> None:
         """Note which pages have nobody but a key (36): those that came to that in one call, the deepest first."""
         self._calls += 1
+        self._tables = self._next_tables
+        self._next_tables = [s.image.pages() for s in self.streams()]
+        self._next_tables += [own for lease in self.leases.values() for _, own in lease.pages()]
         self.kept = self._kept()
         owned, known = self._owned(), {page for page, _ in self.cached}
         self.cached = [entry for entry in self.cached if entry[0] not in owned]
@@ -359,14 +362,15 @@ class Reference:
         if request not in self.requests:
             return UnknownRequest(request=request)
         held, size = self.requests[request], self.geometry.page_size
-        residency = held.residency(label)
+        if label not in held.streams:
+            return NotStored(request=request, label=label, stored=0)
+        image, residency = held.streams[label].image, held.residency(label)
         if residency == FETCHING:
             return FetchPending(request=request, label=label)
         if residency == FETCH_FAILED:
             return FetchFailed(request=request, label=label, error=held.streams[label].error)
         if residency in AWAY:
             return StreamNotOnDevice(request=request, label=label, residency=residency)
-        image = held.streams[label].image if label in held.streams else Image.blank(self._groups)
         stored = len(image.tokens) - len(image.keys) * size
         if image.stale or image.released:
             return 0, 0
@@ -424,8 +428,8 @@ class Reference:
         doing: Sequence[StreamFork] | None = None,
         hits: Mapping[StreamId, Hit] | None = None,
     ) -> Walked:
-        policies = {name: self.requests[name.request].config.retention.get(name.label) for name in images.keys() - void}
-        return walk(step, self.geometry, policies, self._new, images, granted, tokens, accepted, void, doing, hits)
+        configs = {name: self.requests[name.request].config for name in images.keys() - void}
+        return walk(step, self.geometry, configs, self._new, images, granted, tokens, accepted, void, doing, hits)
 
     def _base(self, name: StreamId) -> Image:
         """Return what the youngest row that counts will leave on a stream, else what is stored (5)."""
@@ -455,29 +459,23 @@ class Reference:
         """Refuse a prefix that is no longer there, or on a stream that stores something when it begins (6, 38)."""
         name = stream_id(segment)
         assert name is not None, "padding has no prefix"
-        length = len(self._before_segments(step)[name].tokens)
-        if length:
-            return NotEmpty(request=name.request, label=name.label, length=length)
+        forked, length = self._forked(step).get(name), len(self._base(name).tokens)
+        if forked is not None or length:
+            return NotEmpty(request=name.request, label=name.label, length=length if forked is None else forked)
         matched = self.match(segment.prefix)
         if matched < len(segment.prefix):
             return PrefixLost(request=name.request, label=name.label, matched=matched)
         return None
 
-    def _before_segments(self, step: Step) -> dict[StreamId, Image]:
-        """Return the streams of the step's segments as its pre-forks leave them."""
-        forks = step.stream_forks(step.pre_forks)
-        growing = [name for segment in step.segments if segment.span and step.commit and (name := stream_id(segment))]
-        images: dict[StreamId, Image] = {}
-        for fork in forks:
-            source = images.setdefault(fork.source, self._base(fork.source))
-            images.setdefault(fork.target, self._base(fork.target))
-            if source.opened or fork.source in growing:
-                images[fork.target] = attrs.evolve(source, opened=True)
-        for segment in step.segments:
-            name = stream_id(segment)
-            if name is not None and name.request in self.requests and name not in images:
-                images[name] = self._base(name)
-        return images
+    def _forked(self, step: Step) -> dict[StreamId, int]:
+        """Return what the targets of the step's pre-forks that do something store in front of its segments."""
+        growing = [stream_id(segment) for segment in step.segments if segment.span and step.commit]
+        lengths: dict[StreamId, int] = {}
+        for fork in step.stream_forks(step.pre_forks):
+            base = self._base(fork.source)
+            if fork.source in lengths or base.opened or fork.source in growing:
+                lengths[fork.target] = lengths.get(fork.source, len(base.tokens))
+        return lengths
 
     @verb
     def admit(self, step: Step, *, handle: int = -1) -> Refusal | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from kvstate.types import Geometry, RetentionPolicy, Step, StreamFork, StreamId
+from kvstate.types import Geometry, RequestConfig, RetentionPolicy, Step, StreamFork, StreamId
 from kvstate_spec.model import Ask, Hit, Image, Page, Pages, Token, pages_in, stream_id
 
 
@@ -33,7 +33,7 @@ class Walked:
 def walk(
     step: Step,
     geometry: Geometry,
-    policies: Mapping[StreamId, RetentionPolicy | None],
+    configs: Mapping[StreamId, RequestConfig],
     new: Callable[[int, int], list[Page]],
     images: Mapping[StreamId, Image],
     granted: dict[Ask, Pages],
@@ -71,7 +71,8 @@ def walk(
         target.content = [[*source.content[g][:whole], *copies[g]] for g in groups]
         target.surplus = [[p for p in target.surplus[g] if p not in copies[g]] for g in groups]
         target.opened, target.released, target.tokens = True, source.released, list(source.tokens)
-        target.keys, target.stale = list(source.keys), source.stale
+        same = configs[fork.source].cache_salt == configs[fork.target].cache_salt
+        target.keys, target.stale = list(source.keys) if same else [], source.stale
 
     # Pre-forks (8): the source exists, or comes to exist with this step.
     for place, fork in enumerate(step.stream_forks(step.pre_forks)):
@@ -126,7 +127,7 @@ def walk(
                 image.surplus[g] = pages_in([rest]) + image.surplus[g]
         if step.commit:
             image.opened = uncertain[name] = True
-            policy = step.retention.get(name.label, policies[name])
+            policy = step.retention.get(name.label, configs[name].retention.get(name.label))
             left[name] += retain(image, policy, size)
             left[name] += slide(image, geometry)
 

@@ -70,6 +70,13 @@ def test_a_forks_target_takes_the_keys_and_goes_on_from_there() -> None:
     assert d.match(keys(3)) == 3
 
 
+def test_a_forks_target_of_another_salt_takes_no_keys() -> None:
+    d = driver("a", "b", salts={"b": "tenant"}, host_pages=8)
+    d.prompt("a", PROMPT[:8])
+    d.stored(step(span(1, "b"), pre_forks=(StreamFork(Id("a"), Id("b")),)))
+    assert (d.stream("b").keyed, d.key("b", PROMPT[:8])) == (0, (0, 2))
+
+
 def test_nothing_is_keyed_behind_tokens_that_left() -> None:
     d = driver()
     d.prompt("a", PROMPT[:4])
