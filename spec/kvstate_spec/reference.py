@@ -131,6 +131,8 @@ class Reference:
     # The tables before the newest call, and after it.
     _tables: list[list[Page]] = attrs.Factory(list)
     _next_tables: list[list[Page]] = attrs.Factory(list)
+    # True when the newest call let pages of one table go in several steps: retention first, a post-fork after it.
+    _in_steps: bool = False
     # True in what `probe` asks: owners that are leaving do not count (41).
     _leaving: bool = False
 
@@ -311,7 +313,8 @@ class Reference:
     def _sweep(self) -> None:
         """Note which pages have nobody but a key (36): those that came to that in one call, the deepest first."""
         self._calls += 1
-        self._tables = self._next_tables
+        self._tables = [] if self._in_steps else self._next_tables
+        self._in_steps = False
         self._next_tables = [s.image.pages() for s in self.streams()]
         self._next_tables += [own for lease in self.leases.values() for _, own in lease.pages()]
         self.kept = self._kept()
@@ -362,9 +365,8 @@ class Reference:
         if request not in self.requests:
             return UnknownRequest(request=request)
         held, size = self.requests[request], self.geometry.page_size
-        if label not in held.streams:
-            return NotStored(request=request, label=label, stored=0)
-        image, residency = held.streams[label].image, held.residency(label)
+        image = held.streams[label].image if label in held.streams else Image.blank(self._groups)
+        residency = held.residency(label)
         if residency == FETCHING:
             return FetchPending(request=request, label=label)
         if residency == FETCH_FAILED:
@@ -656,6 +658,7 @@ class Reference:
             row.stream.image = images[row.stream.id]
         partly = {name for name, image in images.items() if len(image.tokens) % self.geometry.page_size}
         names = {fork.target for fork in walked.posted} & partly
+        self._in_steps = bool(walked.posted)
         self.copied = [row.stream for row in counting if row.stream.id in names]
         self._end(held)
         for row in counting:
