@@ -207,7 +207,8 @@ class Reference:
         for group, out in enumerate(left):
             per = self.geometry.pages_per_sector[group]
             beside = [page for page in out if page // per not in emptied]
-            short = wanted[group] - len(tier.with_owned(cached).loose(group))
+            free = [page for page in tier.with_owned(cached).loose(group) if page // per not in emptied]
+            short = wanted[group] - len(free)
             if len(beside) > max(0, short):
                 return f"group {group} was {max(0, short)} pages short and {len(beside)} cached ones were let go beside"
         for name in gone:
