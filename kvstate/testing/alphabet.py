@@ -281,6 +281,11 @@ def _busy(node: Node) -> bool:
     return any(s.length or s.rows or s.residency != "OnDevice" for s in node.now.streams)
 
 
+def _found(node: Node) -> bool:
+    """Tell whether much can be found by keys."""
+    return sum(len(pool.keys) for pool in node.now.device) > 2
+
+
 def _has(*statuses: Status) -> Callable[[Node], bool]:
     return lambda node: bool(_leases(node, *statuses))
 
@@ -301,7 +306,7 @@ _A, _P, _E, _L = Status.ADMITTED, Status.PLANNED, Status.ENTERED, Status.LAUNCHE
 
 ALPHABET: tuple[Letter, ...] = (
     Letter(
-        "ingest", 6, lambda n: len(n.now.requests) < len(REQUESTS),
+        "ingest", 12, lambda n: len(n.now.requests) < len(REQUESTS),
         lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c), _prompt(c)),
     ),
     Letter("admit", 26, _live, lambda n, c: n.admit(_step(n, c))),
@@ -332,9 +337,9 @@ ALPHABET: tuple[Letter, ...] = (
     Letter("cancel_retrieve", 8, lambda n: bool(n.fetches), lambda n, c: n.cancel_retrieve(_request(n, c))),
     Letter("confirm_cancel", 16, lambda n: bool(_cancelled(n)), lambda n, c: n.confirm_cancel(pick(c, _cancelled(n)))),
     Letter("key", 14, lambda n: any(s.length for s in n.now.streams), _key),
-    Letter("reset_prefix_cache", 1, _busy, lambda n, c: n.reset_prefix_cache()),
-    Letter("reset", 3, _busy, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
-    Letter("remove", 2, _busy, lambda n, c: n.remove(_request(n, c))),
+    Letter("reset_prefix_cache", 1, _found, lambda n, c: n.reset_prefix_cache()),
+    Letter("reset", 4, _busy, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
+    Letter("remove", 4, _busy, lambda n, c: n.remove(_request(n, c))),
 )  # fmt: skip
 
 

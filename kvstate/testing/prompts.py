@@ -7,6 +7,7 @@ here: the same stamp means the same history under the same weights, and a hit th
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 
 from kvstate.prefix import Key, page_keys
 
@@ -35,6 +36,7 @@ def tokens(prompt: int, page_size: int) -> list[int]:
     return [one for one in found if one is not None]
 
 
+@cache
 def keys(prompt: int, pages: int, page_size: int, salt: str = "") -> tuple[Key, ...]:
     """Return the keys of the first `pages` pages of `prompt`."""
     return page_keys(tokens(prompt, page_size), page_size, salt)[:pages]

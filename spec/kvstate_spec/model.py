@@ -179,6 +179,11 @@ class Lease:
     told: list[Row] = attrs.Factory(list)
     seen: list[Row] = attrs.Factory(list)
     abort_at_exit: bool = False
+    # The stream that each page was granted for.
+    names: dict[Ask, StreamId] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.names = {ask: asked_for(self.step, ask) for ask in self.granted}
 
     def counting(self) -> list[Row]:
         """Return the rows that still count."""
@@ -195,7 +200,7 @@ class Lease:
 
     def pages(self) -> list[tuple[StreamId, list[Page]]]:
         """Return the pages that the lease owns, by the stream that they are for."""
-        granted = [(asked_for(self.step, ask), loose(pages)) for ask, pages in self.granted.items()]
+        granted = [(self.names[ask], loose(pages)) for ask, pages in self.granted.items()]
         return granted + list(self.shared.items()) + [(name, pages_in(hit.content)) for name, hit in self.hits.items()]
 
 
