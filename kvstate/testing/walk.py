@@ -22,7 +22,7 @@ SIZES = (
     Sizes(pages=14, host_pages=9, page_size=2),
     Sizes(pages=6, host_pages=4, page_size=4),
     Sizes(pages=10, host_pages=7, page_size=1),
-    Sizes(pages=5, host_pages=3, page_size=2, subject="machine"),
+    Sizes(pages=5, host_pages=8, page_size=2, subject="machine"),
     Sizes(pages=8, host_pages=0, page_size=2),
     Sizes(pages=9, host_pages=7, page_size=2, groups=(Group("full", 512), Group("window", 128, window=3))),
     Sizes(pages=12, host_pages=8, page_size=2, subject="machine", groups=(Group("half", 128), Group("full", 256))),
