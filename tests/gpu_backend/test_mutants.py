@@ -176,13 +176,13 @@ MUTANTS = (
     Mutant(
         "delta-missing",
         "What a table has beyond its row is not uploaded.",
-        edit(PageTables._extend, ("changed.update(grown)", "pass")),
+        edit(PageTables._extend, ("changed[group, place] = (start, tables[group])", "pass")),
         test_page_tables.test_a_step_uploads_what_its_tables_have_beyond_the_rows,
     ),
     Mutant(
         "delta-begins-late",
         "The delta of a row begins one page late.",
-        edit(PageTables._extend, ("else older.count", "else older.count + 1")),
+        edit(PageTables._extend, ("else held[group].count", "else held[group].count + 1")),
         test_page_tables.test_a_step_uploads_what_its_tables_have_beyond_the_rows,
     ),
     Mutant(
