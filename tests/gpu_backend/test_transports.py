@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from gpu_backend.stamps import Undefined
 from gpu_backend.transports import (
     Faults,
     FetchTransport,
@@ -171,17 +172,20 @@ def test_a_fetch_that_fails_spoils_every_group(machines: Callable[..., Any], alo
     pub.ingest("r")
     pub.run(Segment("r", span=11))
     con = alone(Faults(fail=yes), **GROUPS)
+    con.spoil()
     fetch = only(con, pub.publish("r"))
     assert con.transport.wait(timeout_s=WAIT_S)
     for group, table in enumerate(fetch.op.tables):
-        assert con.backend.load(group, table, 0, 1) != con.backend.load(group, table, 2, 3), "garbage, then poison"
+        stop = len(table) * 2
+        assert con.backend.load(group, table, 0, 1) == [Undefined.TORN], "garbage"
+        assert con.backend.load(group, table, stop - 1, stop) == [Undefined.POISON]
     assert isinstance(con.outcome_of(fetch), Failed)
 
 
 def test_a_publisher_with_other_groups_is_a_failure(pub: Any, alone: Any) -> None:
     con = alone(**GROUPS)
     record = pub.publish("r").ranks[0]["main"]
-    named = attrs.evolve(record, pages=(*record.pages, *record.pages, *record.pages))
+    named = attrs.evolve(record, pages=record.pages * 3, skipped=(0, 0, 0))
     outcome = con.outcome_of(only(con, Publication("r", 1, {0: {"main": named}})))
     assert isinstance(outcome, Failed) and "keeps pages of another geometry" in outcome.error
 

@@ -189,7 +189,6 @@ class Kv(memory_kit.Kv):
         given: dict[str, Any] = {"pages": 8, "page_size": 2, "host_pages": 8, **sizes}
         self.geometry = Geometry(**given)
         self.judge = EdgeJudge.of(self.geometry)
-        self.events: list[CacheEvent] = []
         self.backend: Any = cpu_backend(self.geometry, judge=self.judge, head_dim=head_dim, layers=layers)
         cache = self.backend.memory.cache
         if isinstance(reach, Streets):
@@ -207,7 +206,7 @@ class Kv(memory_kit.Kv):
         self.transport: Any = made
         self.ended: dict[Any, Outcome] = {}
         self._poll, made.poll = made.poll, self._noted
-        self.events = []
+        self.events: list[CacheEvent] = []
         self.manager = KVManager(
             self.geometry, self.backend, transport=made, address=address, debug=True, clock=lambda: 0.0,
             events=self.events,
