@@ -70,6 +70,19 @@ def named(test: Any) -> str:
     return name
 
 
+def together(*patches: Patch) -> Patch:
+    """Return the patch that applies all of them."""
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch())
+            yield
+
+    return patched
+
+
 @contextmanager
 def reckoned_when_planned() -> Iterator[None]:
     """A row's delta is reckoned from the plan before, launched or not; a launch uploads what was reckoned."""
@@ -124,6 +137,9 @@ APART = [(9, 6), (4, 1), (5, 2), (6, 3)]
 """Page copies in two runs, with room behind both."""
 DECODE = ([3, 4, 9], ["b", "a", "c"])
 """Lengths, and who decodes: "b" begins a page, "a" fills one."""
+
+SLIDING = (4, [[("a", "main", 7)], [("a", "main", 7)], [("a", "main", 1)]], False)
+"""Page size and steps: the window leaves two pages."""
 
 between_tiers = partial(example, test_copier.test_copies_between_tiers_equal_a_naive_loop_and_touch_nothing_else)
 decode_and_packed = partial(example, test_plan_tensors.test_decode_and_packed_addressing_agree, *DECODE)
@@ -455,17 +471,21 @@ MUTANTS = (
         "pages-from-the-first-on",
         "The pages of a view are taken from the beginning of its row, whatever the window has left.",
         edit(Addressing._page_indices, ("place = own.skipped[view] + place", "pass")),
-        example(
-            test_group_steps.test_tensors_agree_with_the_plan_in_every_group,
-            4,
-            [[("a", "main", 7)], [("a", "main", 7)], [("a", "main", 1)]],
-            False,
-        ),
+        example(test_group_steps.test_tensors_agree_with_the_plan_in_every_group, *SLIDING),
+    ),
+    Mutant(
+        "left-pages-named",
+        "The pages of a view are named with those that its window has left.",
+        edit(Addressing._values, ("if window is not None:", "if False:")),
+        example(test_group_steps.test_tensors_agree_with_the_plan_in_every_group, *SLIDING),
     ),
     Mutant(
         "left-pages-read",
-        "A view reads the pages that its window has left as well: they hold NaN, and 0 times NaN is NaN.",
-        edit(Addressing._values, ("if window is not None:", "if False:")),
+        "They are gathered as well, and masked: what is there is NaN, and 0 times NaN is NaN.",
+        together(
+            edit(Addressing._values, ("if window is not None:", "if False:")),
+            edit(paged_attention, ("begin = 0 if window is None else", "begin = 0 * ")),
+        ),
         partial(test_decoder.test_a_prompt_in_chunks_is_continued_as_it_would_be_alone, "windows and full", (4, 4, 4)),
     ),
     Mutant(
