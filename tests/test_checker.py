@@ -8,12 +8,15 @@ from typing import Any
 import attrs
 import pytest
 
-from kvstate.testing import checker, program, sometimes, walk
-from kvstate.testing.checker import CheckerDied, Found, Report, check, job
+from kvstate.testing import checker, program, schedules, sometimes, walk
+from kvstate.testing.checker import CheckerDied, Report, check, job
+from kvstate.testing.found import Found, FoundSchedule
+from kvstate.testing.schedules import replay
 from kvstate.testing.walk import Tally
 from kvstate.testing.world import Sizes, Violation
 
 from .breakages import forgetful_drop, greedy_retention, uncounted_sharing
+from .mutants.scheduler import MUTANTS
 
 # -- the walk
 
@@ -94,9 +97,35 @@ def test_a_job_on_a_healthy_core_runs_every_layer() -> None:
     heard: list[str] = []
     tallies, found = job(2, 1.0, checker.LAYERS, lambda tally: heard.append(tally.layer))
     assert found is None
-    assert [tally.layer for tally in tallies] == ["fuzz", "walk"]
+    assert [tally.layer for tally in tallies] == ["fuzz", "walk", "scheduler"]
     assert all(tally.programs and tally.accepted for tally in tallies)
-    assert set(heard) == {"fuzz", "walk"}
+    assert set(heard) == {"fuzz", "walk", "scheduler"}
+
+
+def test_a_broken_scheduler_is_met_made_simpler_and_reproduced() -> None:
+    [mutant] = [mutant for mutant in MUTANTS if mutant.id == "Q20-kept"]
+    with mutant.patch():
+        tallies, found = job(mutant.seed, 120.0, ("scheduler",))
+        assert isinstance(found, FoundSchedule)
+        assert (found.layer, found.seed) == ("scheduler", mutant.seed) and found.witness in mutant.layers
+        play, again = replay.played(found.world)
+        assert again is not None and again.witness == found.witness and replay.seen(again) == found.detail
+        assert tuple(play.script) == found.script and len(found.script) <= 40
+    assert [tally.layer for tally in tallies] == ["scheduler"]
+    _, healthy = replay.played(found.world)
+    assert healthy is None, "with a healthy scheduler the schedule shows nothing"
+
+
+def test_schedules_are_shrunk_to_fewer_requests_and_troubles() -> None:
+    [mutant] = [mutant for mutant in MUTANTS if mutant.id == "Q2-only-finish"]
+    with mutant.patch():
+        met = schedules.schedules(mutant.seed, float("inf"), Tally("scheduler"), schedules_max=mutant.schedules)
+        assert met is not None
+        world, violation = met
+        simpler = replay.shrink(world, violation.witness)
+        length, shorter = (len(replay.played(one)[0].script) for one in (world, simpler))
+    assert shorter < length
+    assert simpler.requests < world.requests and simpler.trouble == 0.0 and not simpler.prefix_cache
 
 
 # -- the report
@@ -118,6 +147,18 @@ def test_a_verdict_is_a_pass_only_when_everything_was_reached(
     found: tuple[Found, ...], missing: tuple[str, ...], verdict: str
 ) -> None:
     assert Report((), found, missing, 1.0).verdict == verdict
+
+
+def test_each_layer_that_ran_must_have_reached_what_is_required_of_it() -> None:
+    fuzz = Tally("fuzz", seen=Counter(sometimes.REQUIRED[::2]))
+    walk = Tally("walk", seen=Counter(sometimes.REQUIRED[1::2]))
+    played = Tally("scheduler", seen=Counter(schedules.REQUIRED))
+    assert checker.missing((fuzz, walk)) == checker.missing((fuzz, walk, played)) == ()
+    assert checker.missing((walk,)) == sometimes.REQUIRED[::2]
+    assert checker.missing((fuzz, walk, Tally("scheduler", seen=Counter(schedules.REQUIRED[1:])))) == (
+        f"scheduler: {schedules.REQUIRED[0]}",
+    )
+    assert checker.missing((played,)) == ()
 
 
 def test_what_must_be_reached_is_named_while_it_is_missing() -> None:
@@ -158,8 +199,7 @@ def test_two_processes_check_with_seeds_of_their_own_and_their_tallies_add_up() 
     assert [tally.layer for tally in report.tallies] == list(checker.LAYERS)
     assert all(tally.programs and tally.accepted and tally.refused for tally in report.tallies)
     assert set(heard) == {0, 1}
-    reached = sum((tally.seen for tally in report.tallies), start=Counter())
-    assert report.missing == sometimes.missing(reached)
+    assert report.missing == checker.missing(report.tallies)
     assert report.seconds >= 2.5
 
 

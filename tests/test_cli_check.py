@@ -12,14 +12,20 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvstate.cli import main
-from kvstate.testing import checker, program, sometimes
-from kvstate.testing.checker import CheckerDied, Found, Report
+from kvstate.testing import checker, program, schedules, sometimes
+from kvstate.testing.checker import CheckerDied, Report
+from kvstate.testing.found import Found, FoundSchedule
+from kvstate.testing.schedules import replay
 from kvstate.testing.walk import Tally
 from kvstate.testing.world import Sizes, Violation, World
 from kvstate.transitions import retention
 from kvstate.types import RetentionPolicy, Segment, Step
 
+from .mutants.scheduler import MUTANTS
+
 SIZES = Sizes(pages=8, host_pages=6, page_size=2)
+
+[MUTANT] = [mutant for mutant in MUTANTS if mutant.id == "Q20-kept"]
 
 TALLIES = (
     Tally("fuzz", 1_200, Counter(admit=30_000, plan=12_345), Counter(StalePlan=7), Counter(padding=3), 6.0),
@@ -78,6 +84,13 @@ def found() -> Found:
         world.a.commit(lease)
     violation = raised.value
     return Found("walk", 17, SIZES, violation.witness, violation.detail, violation.program)
+
+
+def found_schedule() -> FoundSchedule:
+    """Return what a checker would have found; the scheduler is broken."""
+    met = schedules.schedules(MUTANT.seed, float("inf"), Tally("scheduler"), schedules_max=MUTANT.schedules)
+    assert met is not None
+    return FoundSchedule.shrunk("scheduler", 3, *met)
 
 
 HOLDS = Report(TALLIES, (), (), 20.5)
@@ -149,11 +162,12 @@ def test_nothing_is_written_where_nothing_was_found(kvstate: Any, asked: Any, tm
 @pytest.mark.parametrize(
     ("options", "seconds", "seed", "jobs", "layers"),
     [
-        (["--jobs", "2"], 60.0, 0, 2, ("fuzz", "walk")),
-        (["--budget", "smoke", "--jobs", "1"], 20.0, 0, 1, ("fuzz", "walk")),
-        (["--budget", "nightly", "--seconds", "5", "--jobs", "1"], 5.0, 0, 1, ("fuzz", "walk")),
+        (["--jobs", "2"], 60.0, 0, 2, ("fuzz", "walk", "scheduler")),
+        (["--budget", "smoke", "--jobs", "1"], 20.0, 0, 1, ("fuzz", "walk", "scheduler")),
+        (["--budget", "nightly", "--seconds", "5", "--jobs", "1"], 5.0, 0, 1, ("fuzz", "walk", "scheduler")),
         (["--seed", "9", "--jobs", "3", "--layer", "walk"], 60.0, 9, 3, ("walk",)),
         (["--jobs", "1", "--layer", "walk", "--layer", "fuzz"], 60.0, 0, 1, ("fuzz", "walk")),
+        (["--jobs", "1", "--layer", "scheduler"], 60.0, 0, 1, ("scheduler",)),
     ],
 )
 def test_options_reach_the_checker(
@@ -305,6 +319,72 @@ def test_a_replay_file_that_is_not_there_is_a_usage_error(kvstate: Any) -> None:
     done = kvstate("replay", "nowhere.json")
     assert done.exit_code == 2
     assert "nowhere.json" in done.stderr
+
+
+# -- schedules
+
+
+def test_a_violation_of_the_scheduler_is_shown_as_its_world_and_what_was_called(
+    kvstate: Any, asked: Any, tmp_path: Path
+) -> None:
+    with MUTANT.patch():
+        one = found_schedule()
+    tally = Tally("scheduler", 4, Counter(schedule=70), Counter(add=2), Counter(), 1.5)
+    asked(Report((*TALLIES, tally), (one,), ("scheduler: window",), 20.5))
+    files = ("--json", tmp_path / "report.json", "--junit", tmp_path / "report.xml", "--out", tmp_path / "found")
+    done = kvstate("check", *files)
+    assert done.exit_code == 1
+    assert f"{one.witness}: {one.detail}" in done.output and "\n" not in one.detail
+    assert "Setup(\n    seed=1," in done.output and "\n".join(one.script) in done.output
+    assert f"0/{len(schedules.REQUIRED)}" in done.output
+    [violation] = json.loads((tmp_path / "report.json").read_text())["violations"]
+    assert violation["layer"] == "scheduler" and violation["program"] == list(one.script)
+    _, cases = _junit(tmp_path / "report.xml")
+    [failure] = cases["scheduler"]
+    assert failure.text == "\n".join(one.script)
+    assert sorted(file.name for file in (tmp_path / "found").iterdir()) == [
+        "kvstate_scheduler_3.json", "test_kvstate_scheduler_3.py",
+    ]  # fmt: skip
+
+
+def test_the_files_of_a_schedule_fail_while_the_violation_is_there(kvstate: Any, asked: Any, tmp_path: Path) -> None:
+    with MUTANT.patch():
+        one = found_schedule()
+        asked(Report(TALLIES, (one,), (), 20.5))
+        kvstate("check", "--out", tmp_path)
+        done = kvstate("replay", tmp_path / "kvstate_scheduler_3.json")
+        assert done.exit_code == 1
+        assert f"{one.witness}: {one.detail}" in done.output and "\n".join(one.script) in done.output
+        test: dict[str, Any] = {}
+        exec((tmp_path / "test_kvstate_scheduler_3.py").read_text(), test)
+        with pytest.raises(Violation, match=one.witness):
+            test[f"test_{one.witness}_holds"]()
+    test[f"test_{one.witness}_holds"]()
+    done = kvstate("replay", tmp_path / "kvstate_scheduler_3.json")
+    assert done.exit_code == 0
+    assert "no violation" in done.output and one.witness in done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kvstate": 9}, "reads format 1"),
+        ({"schedule": {}}, "KeyError: 'geometry'"),
+        ({"schedule": {"geometry": {"pages": 0, "groups": []}}}, "pages"),
+        ({"schedule": None}, "TypeError"),
+    ],
+)
+def test_what_is_no_schedule_is_a_usage_error_that_names_it(
+    kvstate: Any, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "schedule.json"
+    world = schedules.setup(0, 0)
+    replay.save(file, world, "output", "something")
+    assert replay.load(file) == (world, "output")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    done = kvstate("replay", file)
+    assert done.exit_code == 2
+    assert "schedule.json: not a replay file" in done.stderr and words in done.stderr
 
 
 # -- the real thing

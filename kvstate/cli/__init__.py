@@ -23,9 +23,12 @@ class Exit(enum.IntEnum):
 
 COMMANDS = {
     "bench": ("kvstate.cli.bench", "Measure the machine: microseconds per request-step, per page."),
-    "check": ("kvstate.cli.check", "Fuzz and walk the machine beside the reference."),
-    "replay": ("kvstate.cli.check", "Run a violation's program again."),
-    "run": ("kvstate.cli.run", "Serve a trace through manager and backend, every token verified."),
+    "check": (
+        "kvstate.cli.check",
+        "Fuzz and walk the machine beside the reference, and drive the scheduler at random.",
+    ),
+    "replay": ("kvstate.cli.check", "Run a violation's program or schedule again."),
+    "run": ("kvstate.cli.run", "Serve a trace through scheduler, manager and backend, every token verified."),
 }
 """Name → the module that has the command under the same name, and its line in the help."""
 

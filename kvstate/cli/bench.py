@@ -20,9 +20,9 @@ from rich.table import Table
 from kvstate.cli import Exit
 from kvstate.cli.bench_copy import bench_copy
 from kvstate.cli.bench_schedule import bench_schedule
-from kvstate.cli.null_backend import NullBackend
 from kvstate.manager import KVManager
 from kvstate.refusals import Refusal
+from kvstate.testing.null_backend import NullBackend
 from kvstate.types import Geometry, Segment, Step
 
 PAGE_SIZE = 16

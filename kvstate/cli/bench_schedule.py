@@ -16,12 +16,12 @@ from rich.table import Table
 
 from kvstate.batch import Batch
 from kvstate.cli import Exit
-from kvstate.cli.null_backend import NullBackend
 from kvstate.manager import KVManager
 from kvstate.refusals import Refusal
 from kvstate.requests import GenerationRequest
 from kvstate.scheduler import Scheduler
 from kvstate.state import Lease
+from kvstate.testing.null_backend import NullBackend
 from kvstate.types import Geometry, Segment, Step
 
 REQUESTS = (16, 64, 256)

@@ -14,8 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvstate.cli import Exit
-from kvstate.testing import backends, checker, program, sometimes
-from kvstate.testing.checker import Found, Report
+from kvstate.testing import backends, checker, program
+from kvstate.testing.checker import Report
+from kvstate.testing.found import Found, FoundSchedule
+from kvstate.testing.schedules import replay as schedule_files
 from kvstate.testing.walk import Tally
 
 BUDGETS = {"smoke": 20.0, "ci": 60.0, "nightly": 1800.0}
@@ -52,9 +54,10 @@ def check(
     json_file: Path | None,
     junit: Path | None,
 ) -> None:
-    """Fuzz and walk the built-in machine and manager beside the reference.
+    """Fuzz and walk the machine and manager beside the reference; drive the scheduler through random schedules.
 
-    Promises, contents, edges and the reference's answers are checked after every call. A violation is shrunk, printed
+    Promises, contents, edges and the reference's answers are checked after every call; whatever the scheduler's
+    requests generate is compared with what they would with all the memory in the world. A violation is shrunk, printed
     as a program, and written as a replay file and a pytest file. Exit code 3, undecided, when not everything that must
     sometimes happen was reached: give it more time.
     """
@@ -75,7 +78,7 @@ def check(
         click.echo(f"kvstate check: {died}; nothing was decided", err=True)
         raise SystemExit(Exit.UNDECIDED) from died
     _show(console, report)
-    for found in sorted(report.found, key=lambda found: len(found.program)):
+    for found in sorted(report.found, key=lambda found: len(found.lines)):
         _show_found(console, found, out)
     if json_file is not None:
         json_file.write_text(json.dumps(_document(report, time_s, seed, jobs), indent=1) + "\n")
@@ -100,15 +103,16 @@ def _run(console: Console, time_s: float, seed: int, jobs: int, layers: tuple[st
 
 def _show(console: Console, report: Report) -> None:
     table = Table(title="kvstate check")
-    for name in ("layer", "programs", "accepted", "refused", "sometimes", "seconds", "verdict"):
+    for name in ("layer", "programs", "accepted", "refused", "reached", "seconds", "verdict"):
         table.add_column(name, justify="left" if name in ("layer", "verdict") else "right")
     violated = {found.layer for found in report.found}
-    total = Tally("all")
     for tally in report.tallies:
-        total.join(tally)
-        table.add_row(*_row(tally, tally.layer in violated, tally.seconds))
+        table.add_row(*_row(tally, tally.layer in violated))
     table.add_section()
-    table.add_row(*_row(total, bool(report.found), report.seconds)[:-1], report.verdict)
+    counts = [sum(numbers) for numbers in zip(*map(_counts, report.tallies), strict=True)]
+    required = sum(map(len, {checker.required(tally.layer) for tally in report.tallies}))
+    reached = f"{required - len(report.missing)}/{required}"
+    table.add_row("all", *(f"{count:,}" for count in counts), reached, f"{report.seconds:.1f}", report.verdict)
     console.print(table)
     if report.verdict == "undecided":
         console.print(
@@ -116,28 +120,33 @@ def _show(console: Console, report: Report) -> None:
         )
 
 
-def _row(tally: Tally, violated: bool, seconds: float) -> list[str]:
-    reached = sum(1 for name in sometimes.REQUIRED if tally.seen[name])
+def _counts(tally: Tally) -> tuple[int, int, int]:
+    return tally.programs, sum(tally.accepted.values()), sum(tally.refused.values())
+
+
+def _row(tally: Tally, violated: bool) -> list[str]:
+    required = checker.required(tally.layer)
     return [
         tally.layer,
-        f"{tally.programs:,}",
-        f"{sum(tally.accepted.values()):,}",
-        f"{sum(tally.refused.values()):,}",
-        f"{reached}/{len(sometimes.REQUIRED)}",
-        f"{seconds:.1f}",
+        *(f"{count:,}" for count in _counts(tally)),
+        f"{sum(1 for name in required if tally.seen[name])}/{len(required)}",
+        f"{tally.seconds:.1f}",
         "violation" if violated else "no violation" if tally.programs else "not run",
     ]
 
 
-def _show_found(console: Console, found: Found, out: Path) -> None:
+def _show_found(console: Console, found: Found | FoundSchedule, out: Path) -> None:
     name = f"kvstate_{found.layer}_{found.seed}"
     replay_file, test_file = out / f"{name}.json", out / f"test_{name}.py"
-    program.save(replay_file, found.sizes, found.violation())
-    test_file.write_text(program.as_pytest(found.sizes, found.violation()))
-    console.print(f"\n{found.witness}: {found.detail}", soft_wrap=True, markup=False, highlight=False)
-    console.print(program.preamble(found.sizes, found.program), soft_wrap=True, markup=False, highlight=False)
-    console.print(program.text(found.program), soft_wrap=True, markup=False, highlight=False)
-    console.print(f"\nkvstate replay {replay_file}\npytest {test_file}", soft_wrap=True, markup=False, highlight=False)
+    found.save(replay_file)
+    test_file.write_text(found.as_pytest())
+    for text in (
+        f"\n{found.witness}: {found.detail}",
+        found.preamble,
+        "\n".join(found.lines),
+        f"\nkvstate replay {replay_file}\npytest {test_file}",
+    ):
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def _document(report: Report, time_s: float, seed: int, jobs: int) -> dict[str, object]:
@@ -153,7 +162,7 @@ def _document(report: Report, time_s: float, seed: int, jobs: int) -> dict[str, 
                 "programs": tally.programs,
                 "accepted": dict(tally.accepted),
                 "refused": dict(tally.refused),
-                "sometimes": {name: tally.seen[name] for name in sometimes.REQUIRED},
+                "sometimes": {name: tally.seen[name] for name in checker.required(tally.layer)},
                 "seconds": tally.seconds,
             }
             for tally in report.tallies
@@ -165,7 +174,7 @@ def _document(report: Report, time_s: float, seed: int, jobs: int) -> dict[str, 
                 "seed": found.seed,
                 "witness": found.witness,
                 "detail": found.detail,
-                "program": program.text(found.program).splitlines(),
+                "program": found.lines,
             }
             for found in report.found
         ],
@@ -184,7 +193,7 @@ def _junit(report: Report) -> bytes:
             if found.layer == tally.layer:
                 failures["failures"] += 1
                 failure = ElementTree.SubElement(case, "failure", message=found.detail, type=found.witness)
-                failure.text = program.text(found.program)
+                failure.text = "\n".join(found.lines)
     case = ElementTree.SubElement(suite, "testcase", classname="kvstate.check", name="sometimes", time="0")
     if report.missing:
         failures["errors"] += 1
@@ -199,20 +208,35 @@ def _junit(report: Report) -> bytes:
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def replay(file: Path) -> None:
-    """Run the program of a replay FILE again and say what it shows.
+    """Run the program or the schedule of a replay FILE again and say what it shows.
 
     Exit code 1 when the violation is still there, 0 when it is gone.
     """
     try:
-        sizes, calls, witness = program.load(file)
-    except ValueError as error:
+        witness, seen, gone = _replay_schedule(file) if schedule_files.is_schedule(file) else _replay_program(file)
+    except (ValueError, backends.BackendNotFound) as error:
         raise click.UsageError(str(error)) from error
+    if seen is None:
+        click.echo(f"\nno violation: the file records one that the {witness} saw; {gone}")
+        raise SystemExit(Exit.HOLDS)
+    click.echo(f"\n{seen}")
+    raise SystemExit(Exit.VIOLATION)
+
+
+def _replay_program(file: Path) -> tuple[str, str | None, str]:
+    """Return (witness on file, what is seen now, what is to be said when that is nothing)."""
+    sizes, calls, witness = program.load(file)
     click.echo(program.preamble(sizes, calls))
     click.echo(program.text(calls))
     world, violation = program.run(sizes, calls)
-    if violation is None:
-        calls_made = f"its calls, and those that end what they leave open ({len(world.program)} in all), show none"
-        click.echo(f"\nno violation: the file records one that the {witness} saw; {calls_made}")
-        raise SystemExit(Exit.HOLDS)
-    click.echo(f"\n{violation}")
-    raise SystemExit(Exit.VIOLATION)
+    gone = f"its calls, and those that end what they leave open ({len(world.program)} in all), show none"
+    return witness, str(violation) if violation is not None else None, gone
+
+
+def _replay_schedule(file: Path) -> tuple[str, str | None, str]:
+    world, witness = schedule_files.load(file)
+    click.echo(schedule_files.as_python(world))
+    play, violation = schedule_files.played(world)
+    click.echo("\n".join(play.script))
+    seen = f"{violation.witness}: {schedule_files.seen(violation)}" if violation is not None else None
+    return witness, seen, f"the {len(play.script)} calls of its schedule show none"

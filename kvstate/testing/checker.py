@@ -5,37 +5,38 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.queues import Queue
 from typing import Any
 
 import attrs
 
-from kvstate.testing import program, sometimes
+from kvstate.testing import schedules, sometimes
+from kvstate.testing.found import Found, FoundSchedule
 from kvstate.testing.walk import Tally, walk
-from kvstate.testing.world import Call, Sizes, Violation
 
-LAYERS = ("fuzz", "walk")
+LAYERS = ("fuzz", "walk", "scheduler")
 """In the order in which each process runs them."""
 
-SHARE = {"fuzz": 0.3, "walk": 0.7}
+SHARE = {"fuzz": 0.25, "walk": 0.55, "scheduler": 0.2}
 """Of the time, per layer; of what is left where a layer is not run."""
 
 
-@attrs.frozen
-class Found:
-    """A violation: which layer and seed met it, in what world, and the shortest program that shows it."""
+def required(layer: str) -> tuple[str, ...]:
+    """Return what must be reached: by the schedules of the scheduler, or by the layers of the machine together."""
+    return schedules.REQUIRED if layer == "scheduler" else sometimes.REQUIRED
 
-    layer: str
-    seed: int
-    sizes: Sizes
-    witness: str
-    detail: str
-    program: tuple[Call, ...]
 
-    def violation(self) -> Violation:
-        """Return it as the exception it was."""
-        return Violation(self.witness, self.detail, self.program)
+def missing(tallies: Sequence[Tally]) -> tuple[str, ...]:
+    """Return what must be reached and was not, by the layers that have run."""
+    machine = [tally for tally in tallies if tally.layer != "scheduler"]
+    reached = sum((tally.seen for tally in machine), start=Counter[str]())
+    told = sometimes.missing(reached) if machine else ()
+    for tally in tallies:
+        if tally.layer == "scheduler":
+            told += tuple(f"scheduler: {name}" for name in schedules.missing(tally.seen))
+    return told
 
 
 @attrs.frozen
@@ -43,7 +44,7 @@ class Report:
     """What a check has seen. `missing` is what must be reached and was not."""
 
     tallies: tuple[Tally, ...]
-    found: tuple[Found, ...]
+    found: tuple[Found | FoundSchedule, ...]
     missing: tuple[str, ...]
     seconds: float
 
@@ -61,7 +62,7 @@ def job(
     layers: Sequence[str],
     progress: Callable[[Tally], None] = lambda tally: None,
     device: str = "memory",
-) -> tuple[list[Tally], Found | None]:
+) -> tuple[list[Tally], Found | FoundSchedule | None]:
     """Run `layers` one after the other in this process; stop at the first violation."""
     tallies = []
     total = sum(SHARE[layer] for layer in layers)
@@ -69,6 +70,11 @@ def job(
         tally = Tally(layer)
         tallies.append(tally)
         share = seconds * SHARE[layer] / total
+        if layer == "scheduler":
+            played = schedules.schedules(seed, share, tally, progress, device=device)
+            if played is not None:
+                return tallies, FoundSchedule.shrunk(layer, seed, *played)
+            continue
         if layer == "fuzz":
             from kvstate.testing.fuzz import fuzz
 
@@ -76,11 +82,7 @@ def job(
         else:
             met = walk(seed, share, tally, progress, device=device)
         if met is not None:
-            sizes, violation = met
-            shortest = program.shrink(sizes, violation.program, violation.witness)
-            _, again = program.run(sizes, shortest)
-            shown = again if again is not None else violation
-            return tallies, Found(layer, seed, sizes, shown.witness, shown.detail, shown.program)
+            return tallies, Found.shrunk(layer, seed, *met)
     return tallies, None
 
 
@@ -138,7 +140,7 @@ def check(
     for process in processes:
         process.start()
     tallies: dict[str, Tally] = {layer: Tally(layer) for layer in layers}
-    found: list[Found] = []
+    found: list[Found | FoundSchedule] = []
     waiting = set(range(seed, seed + jobs))
     try:
         while waiting:
@@ -158,8 +160,8 @@ def check(
             if waiting:
                 process.terminate()
             process.join()
-    reached = sum((tally.seen for tally in tallies.values()), start=type(tallies[layers[0]].seen)())
-    return Report(tuple(tallies.values()), tuple(found), sometimes.missing(reached), time.monotonic() - start)
+    told = tuple(tallies.values())
+    return Report(told, tuple(found), missing(told), time.monotonic() - start)
 
 
 def _next(outbox: Queue[Any], processes: Sequence[Any]) -> Any:

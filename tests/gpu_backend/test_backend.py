@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from kvstate.testing.memory import MemoryBackend
 from kvstate.testing.walk import Tally, walk
 from kvstate.transitions.offload import Offloaded
 from kvstate.transitions.reload import Reloaded
-from kvstate.types import Geometry
+from kvstate.types import Geometry, Group
 from kvstate.workload import synthetic
 
 from .rig import DTYPES, Rig, layout
@@ -216,19 +217,27 @@ def test_threads_write_disjoint_pages_at_once() -> None:
         assert rig.content(name) == [place * 1000 + 39] * 50
 
 
-@pytest.mark.parametrize("threads", [False, True])
-def test_a_served_workload_ends_with_the_contents_of_the_memory_device(threads: bool) -> None:
-    workload = synthetic(16, seed=3)
-    demand = peak_demand(workload, page_size=16, batch=8)
-    pages = pool_pages(workload, page_size=16, batch=8, fraction=0.5)
-    geometry = Geometry(pages=pages, page_size=16, host_pages=demand)
-    digests = []
+@pytest.mark.parametrize("mode", [{}, {"asynchronous": True, "sampled": True}, {"threads": True}], ids=str)
+@pytest.mark.parametrize(
+    "groups", [(Group(),), (Group("full", 256), Group("local", 128, window=40))], ids=["one group", "two groups"]
+)
+def test_a_served_workload_generates_what_it_does_on_the_memory_device(
+    mode: dict[str, bool], groups: tuple[Group, ...]
+) -> None:
+    workload = synthetic(16, seed=3, prompt_tokens=(20, 600), output_tokens=(30, 120), shared_prefix_share=0.5)
+    geometry = Geometry(pages=1, page_size=16, groups=groups)
+    demand = peak_demand(workload, geometry, chunk=128, batch=4)
+    pages = pool_pages(workload, geometry, demand=demand, chunk=128, fraction=0.3)
+    geometry = attrs.evolve(geometry, pages=pages, host_pages=demand)
+    reports = []
     for make in (MemoryBackend, cpu_backend):
-        judge = MeteredJudge(16, MemoryBackend.sinks_of(geometry))
-        report = drive(workload, geometry, make(geometry, judge=judge), judge=judge, threads=threads, batch=8)
+        judge = MeteredJudge.of(geometry)
+        backend = make(geometry, judge=judge)
+        report = drive(workload, geometry, backend, judge=judge, prefix_cache=True, chunk=128, batch=4, **mode)
         assert report.holds, report
-        digests.append(report.digest)
-    assert digests[0] == digests[1]
+        assert report.offloads > 0 and report.reloads > 0
+        reports.append(report)
+    assert reports[0].digest == reports[1].digest
 
 
 def test_random_programs_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,310 +1,231 @@
-"""The two workers of a drive: the launcher, which is the model and verifies every step, and the mover.
-
-Pages are spoiled just before they are given back: whoever reads them again without a copy reads poison.
-"""
+"""The model of a drive: it computes stamps from what it reads in the pages, and compares that with the script."""
 
 from __future__ import annotations
 
 import time
-import zlib
-from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
-from kvstate.backend import Backend
-from kvstate.errors import Refused
-from kvstate.manager import KVManager
-from kvstate.ops import Op, Plan, PlanView, Tier
-from kvstate.ordering import Clock, Queue, at
-from kvstate.refusals import Refusal, StalePlan
-from kvstate.state import Lease, OffloadClaim, ReloadClaim
+from kvstate.batch import Batch, Entry
+from kvstate.loop import Sampled
+from kvstate.ops import Plan, PlanView
+from kvstate.reasons import Reason
 from kvstate.testing.backends import StampedBackend
-from kvstate.testing.drive.jobs import BEAM, Job, Part, in_words
-from kvstate.testing.judge import EdgeJudge
-from kvstate.transitions.offload import Abandoned, Offloaded
-from kvstate.transitions.reload import Reloaded
-from kvstate.types import MAIN, Step
-
-T = TypeVar("T")
+from kvstate.testing.drive.chain import GENESIS, Script, chain, draw
+from kvstate.types import Geometry
 
 ERRORS_NAMED = 20
 """Content errors spelled out; the rest is counted."""
-
-
-# -- measuring
-
-
-class Meter:
-    """CPU seconds of one thread, by what it did. The machine's include what its backend spent."""
-
-    __slots__ = ("machine_s", "model_s", "verification_s")
-
-    def __init__(self) -> None:
-        self.machine_s = self.model_s = self.verification_s = 0.0
-
-    def machine(self, verb: Callable[..., T], *args: Any) -> T:
-        """Call a verb of the manager."""
-        began = time.thread_time()
-        try:
-            return verb(*args)
-        finally:
-            self.machine_s += time.thread_time() - began
-
-
-class MeteredJudge(EdgeJudge):
-    """An EdgeJudge that knows what it cost."""
-
-    cost_s = 0.0
-
-    def observe(self, op: Op) -> None:
-        """Judge the next op, in number order."""
-        began = time.thread_time()
-        super().observe(op)
-        self.cost_s += time.thread_time() - began
-
-
-class MeteredBackend:
-    """Counts what a manager spends in its backend. Submits come one at a time, so a plain sum is right."""
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.cost_s = 0.0
-
-    def submit(self, op: Op) -> None:
-        """Pass on one op."""
-        began = time.thread_time()
-        try:
-            self.inner.submit(op)
-        finally:
-            self.cost_s += time.thread_time() - began
-
-    def skip(self, op: Op) -> None:
-        """Pass on an op that failed at submit."""
-        self.inner.skip(op)
-
-    def completed(self) -> Clock:
-        """Return what has completed."""
-        return self.inner.completed()
-
-    def wait(self, clock: Clock) -> None:
-        """Wait for what `clock` names."""
-        self.inner.wait(clock)
-
-    def lose(self, why: str) -> None:
-        """Wake whoever waits."""
-        self.inner.lose(why)
-
-    def close(self) -> None:
-        """Release the memory."""
-        self.inner.close()
-
-
-# -- the launcher
-
-
-@attrs.define(eq=False)
-class Planned:
-    """A step on its way from the planner through the launcher. `accepted` is per segment, None for everything."""
-
-    lease: Lease
-    plan: Plan | Refusal
-    parts: Sequence[Part]
-    accepted: list[int] | None = None
+SAMPLED_EVERY = 16
+"""Where reads are sampled, of so many tokens that a request decodes one compares its whole context."""
+BATCHES_KEPT = 16
+"""Batches whose tokens the model remembers, for the one behind that is fed with them."""
 
 
 @attrs.frozen(eq=False)
-class StepEnded:
-    """A step that was committed or aborted: per part its first token and the tokens stored, None if dropped."""
+class Job:
+    """A batch as it was when it was handed to the model, which may compute it on another thread.
 
-    outcomes: Sequence[tuple[Part, int, int | None]]
+    `restored` are the places of those that came back from the host in this step.
+    """
+
+    serial: int
+    previous: int | None
+    entries: tuple[Entry, ...]
+    keys: tuple[str, ...]
+    scripts: tuple[Script, ...]
+    restored: frozenset[int]
 
 
-class Launcher:
-    """The model. What it computes for a token is the stamp of its request, label and position.
+@attrs.define(eq=False)
+class Row:
+    """One segment that counts. `whole`: all that it can read is compared, else its last page's last token only."""
+
+    place: int
+    key: str
+    entry: Entry
+    view: PlanView
+    script: Script
+    whole: bool
+
+
+class ChainModel:
+    """A Model over a backend with stamps.
+
+    What it writes chains what it reads in front of it with what it is fed, and what it samples follows from what it
+    reads back at the end: a wrong page changes all that is generated behind it.
+
+    Parameters
+    ----------
+    scripts
+        By sample, of everybody that may be launched.
+    every
+        Of so many tokens decoded, one compares the whole context; 1: each does. Prefills, the first step after a
+        restore and the first one after a fork always do.
 
     Attributes
     ----------
     errors, error_count
         The first content errors, and how many there were.
-    finals
-        Checksum of what was read back last, per finished (request, label).
+    stamps_compared
+        Tokens that were read and compared, over all groups.
+    model_s, verification_s
+        CPU seconds: writing and sampling; reading and comparing.
     """
 
-    def __init__(self, manager: KVManager, backend: StampedBackend, jobs: Sequence[Job]) -> None:
-        self.manager = manager
+    def __init__(
+        self, backend: StampedBackend, geometry: Geometry, scripts: Mapping[str, Script], every: int = 1
+    ) -> None:
         self.backend = backend
-        self.jobs = jobs
-        self.meter = Meter()
+        self.page_size = geometry.page_size
+        self.groups = len(geometry.groups)
+        self.scripts = scripts
+        self.every = every
         self.errors: list[str] = []
         self.error_count = 0
-        self.finals: dict[tuple[int, str], int] = {}
+        self.stamps_compared = 0
+        self.model_s = 0.0
+        self.verification_s = 0.0
+        self._sampled: dict[int, list[int]] = {}
+        # How far each sample had come when it was last seen: who goes on from there was compared up to there.
+        self._reached: dict[str, int] = {}
 
-    def launch(self, planned: Planned) -> None:
-        """Launch a step; plan it again as often as segments went void; abort it when none is left."""
-        meter, lease = self.meter, planned.lease
-        plan = planned.plan
-        while True:
-            if isinstance(plan, Plan):
-                planned.plan = plan
-                if len(plan.sunk) == len(lease.step.segments):
-                    meter.machine(self.manager.abort, lease)
-                    return
-                began = time.thread_time()
-                try:
-                    with self.manager.launch(plan):
-                        entered = time.thread_time()
-                        self._compute(planned, plan)
-                        began += time.thread_time() - entered
-                    return
-                except Refused as refused:
-                    if not isinstance(refused.refusal, StalePlan):
-                        raise
-                finally:
-                    meter.machine_s += time.thread_time() - began
-            elif not isinstance(plan, StalePlan):
-                raise Refused(plan)
-            plan = meter.machine(self.manager.plan, lease)
+    # -- a Model
 
-    def _compute(self, planned: Planned, plan: Plan) -> None:
-        """Write every segment; then read every context back and compare them all at once."""
+    def launch(self, batch: Batch, plan: Plan) -> None:
+        """Compute a batch inside its launch."""
+        self.compute(self.job(batch), plan)
+
+    def job(self, batch: Batch) -> Job:
+        """Return what there is to know of a batch. Called on the scheduler's thread."""
+        keys = tuple(work.key for work in batch.works)
+        return Job(
+            batch.serial,
+            batch.previous.serial if batch.previous is not None else None,
+            batch.entries,
+            keys,
+            tuple(self.scripts[key] for key in keys),
+            frozenset(place for place, one in enumerate(batch.drafts or ()) if one.reason is Reason.RESTORED),
+        )
+
+    def result(self, batch: Batch) -> Sampled:
+        """Return what a batch sampled."""
+        return Sampled(self._sampled[batch.serial])
+
+    def compute(self, job: Job, plan: Plan) -> list[int]:
+        """Write the stamps of all that is fed, read the contexts back, compare them, sample; return the tokens."""
         began = time.thread_time()
-        views = plan.in_step_order
-        live: list[tuple[Part, str, PlanView, int]] = []
-        accepted: list[int] = []
-        for part in planned.parts:
-            view = views[part.places[0]]
-            count = part.job.accepts(view.start, part.span)
-            accepted.extend([count] * len(part.labels))
-            if not view.sink:
-                self._write(plan, part, count)
-                live.extend(
-                    (part, label, views[place], count) for label, place in zip(part.labels, part.places, strict=True)
-                )
-        if any(count < view.span for count, view in zip(accepted, views, strict=True)):
-            planned.accepted = accepted
+        rows = self._rows(job, plan)
+        self._write(job, plan, rows)
         written = time.thread_time()
-        found = self.backend.read_many([view.pages for _, _, view, _ in live], [view.length for _, _, view, _ in live])
-        expected = [part.job.content[label] for part, label, _, _ in live]
-        if found != expected:
-            for (part, label, _, _), got, wanted in zip(live, found, expected, strict=True):
-                if got != wanted:
-                    self._mismatch(part.job, label, got, wanted)
-        for (part, label, view, count), got in zip(live, found, strict=True):
-            if view.start + count == part.job.total:
-                self._finish(part.job, label, got)
-        self.meter.model_s += written - began
-        self.meter.verification_s += time.thread_time() - written
+        last = self._read(rows)
+        read = time.thread_time()
+        tokens: list[int] = []
+        for place, entry in enumerate(job.entries):
+            # Void rows draw too, and nobody listens. A fork's other samples are drawn in order behind its own.
+            stamps = last.get(place, ())
+            tokens += [draw(stamps, entry.sample + drawn) for drawn in range(entry.draws)]
+        self._sampled[job.serial] = tokens
+        if len(self._sampled) > BATCHES_KEPT:
+            del self._sampled[min(self._sampled)]
+        self.verification_s += read - written
+        self.model_s += time.thread_time() - began - (read - written)
+        return tokens
 
-    def _write(self, plan: Plan, part: Part, accepted: int) -> None:
-        job = part.job
-        if part.pre_fork:
-            part.beam_before = job.content[BEAM]
-            job.content[BEAM] = job.content[MAIN].copy()
-        for label, place in zip(part.labels, part.places, strict=True):
-            view = plan.in_step_order[place]
-            known = job.content[label]
-            if len(known) != view.start:
-                self._error(f"{job.id}/{label}: the plan starts at token {view.start}, and {len(known)} were stored")
-            stamps = job.stamps(label, view.start, view.length, accepted)
-            self.backend.write(plan, place, stamps)
-            known += stamps
+    def forget(self, key: str) -> None:
+        """Forget a sample that has ended."""
+        self._reached.pop(key, None)
 
-    def commit(self, planned: Planned) -> StepEnded:
-        """Commit a launched step, in the machine and in what the contents should be."""
-        assert isinstance(planned.plan, Plan)
-        views = planned.plan.in_step_order
-        dropped: Sequence[int] = range(len(views))
-        if planned.lease.open:
-            committed = self.meter.machine(self.manager.commit, planned.lease, planned.accepted)
-            if isinstance(committed, Refusal):
-                raise Refused(committed)
-            dropped = committed.dropped
-        return StepEnded([self._settle(planned, views, part, part.places[0] in dropped) for part in planned.parts])
+    # -- one step
 
-    def _settle(
-        self, planned: Planned, views: Sequence[PlanView], part: Part, dropped: bool
-    ) -> tuple[Part, int, int | None]:
-        """Make the expected contents what the machine says it stored."""
-        job, place = part.job, part.places[0]
-        view = views[place]
-        stored = part.span if planned.accepted is None else planned.accepted[place]
-        if not view.sink:
-            kept = view.start if dropped else view.start + stored
-            for label in part.labels:
-                del job.content[label][kept:]
-            if dropped and part.beam_before is not None:
-                job.content[BEAM] = part.beam_before
-        if dropped:
-            return part, view.start, None
-        if part.post_fork:
-            job.content[BEAM] = job.content[MAIN].copy()
-        job.tables = tuple(views[place].tables for place in part.places)
-        return part, view.start, stored
+    def _rows(self, job: Job, plan: Plan) -> list[Row]:
+        rows = []
+        for place, (entry, view) in enumerate(zip(job.entries, plan.in_step_order, strict=True)):
+            if not view.sink:
+                key = job.keys[place]
+                script = job.scripts[place]
+                whole = (
+                    entry.span > 1
+                    or not entry.draws
+                    or (view.length + script.index) % self.every == 0
+                    or place in job.restored
+                    or self._reached.get(key) != view.start
+                )
+                self._reached[key] = view.length
+                rows.append(Row(place, key, entry, view, script, whole))
+        return rows
 
-    def _finish(self, job: Job, label: str, found: list[Any]) -> None:
-        """Compare the last read of a stream with what the script alone says."""
-        wanted = job.final(label)
-        if found == wanted:
-            self.finals[job.index, label] = zlib.crc32(array("q", found).tobytes())
-        else:
-            self._mismatch(job, label, found, wanted)
+    def _write(self, job: Job, plan: Plan, rows: Sequence[Row]) -> None:
+        """Chain what is fed to the token stored in front of it, as the pages have that."""
+        before = self._sampled.get(job.previous, ()) if job.previous is not None else ()
+        fronts = self._ends(0, [(row.view, row.view.start) for row in rows if row.view.start])
+        front = iter(fronts)
+        for row in rows:
+            view = row.view
+            stamps = chain(_number(next(front)) if view.start else GENESIS, _fed(row.entry, before))
+            wanted = row.script.stamps[view.start : view.length]
+            # Equal numbers may be one object: lists of the same objects compare several times as fast.
+            self.backend.write(plan, row.place, wanted if stamps == wanted else stamps)
 
-    def _mismatch(self, job: Job, label: str, found: list[Any], wanted: list[int]) -> None:
-        pairs = enumerate(zip(found, wanted, strict=False))
-        place = next((i for i, (got, want) in pairs if got != want), min(len(found), len(wanted)))
-        got, want = (in_words(s[place], self.jobs) if place < len(s) else "nothing" for s in (found, wanted))
-        self._error(f"{job.id}/{label}, token {place}: expected {want}, found {got}")
+    def _ends(self, group: int, ends: Sequence[tuple[PlanView, int]]) -> list[Any]:
+        """Return the stamp of the last token of each ``view[:stop]`` in one group."""
+        size = self.page_size
+        pages = [(view.tables[group][(stop - 1) // size],) for view, stop in ends]
+        found = self.backend.read_many(pages, [(stop - 1) % size + 1 for _, stop in ends], group)
+        return [stamps[-1] for stamps in found]
 
-    def _error(self, what: str) -> None:
+    def _read(self, rows: Sequence[Row]) -> dict[int, tuple[int, ...]]:
+        """Read every group back, compare what is to be compared; return the last stamps per group, by place."""
+        size = self.page_size
+        last: dict[int, list[int]] = {row.place: [] for row in rows}
+        for group in range(self.groups):
+            tables: list[tuple[int, ...]] = []
+            firsts: list[int] = []
+            for row in rows:
+                table, length = row.view.tables[group], row.view.length
+                skip = row.view.skipped[group] if row.whole else (length - 1) // size
+                tables.append(table[skip:] if skip else table)
+                firsts.append(skip * size)
+            lengths = [row.view.length - first for row, first in zip(rows, firsts, strict=True)]
+            found = self.backend.read_many(tables, lengths, group)
+            for row, first, stamps in zip(rows, firsts, found, strict=True):
+                wanted = row.script.stamps[first : row.view.length]
+                if stamps != wanted:
+                    self._mismatch(row, group, first, stamps, wanted)
+                last[row.place].append(_number(stamps[-1]))
+            self.stamps_compared += sum(lengths)
+        return {place: tuple(stamps) for place, stamps in last.items()}
+
+    # -- words
+
+    def _mismatch(self, row: Row, group: int, first: int, found: Sequence[Any], wanted: Sequence[int]) -> None:
         self.error_count += 1
-        if self.error_count <= ERRORS_NAMED:
-            self.errors.append(what)
+        if self.error_count > ERRORS_NAMED:
+            return
+        place = next(place for place, (got, want) in enumerate(zip(found, wanted, strict=True)) if got != want)
+        found_is = self._whose(found[place])
+        self.errors.append(
+            f"{row.key}, token {first + place} of group {group}: expected its own stamp, found {found_is}"
+        )
+
+    def _whose(self, stamp: Any) -> str:
+        """Say what a stamp stands for."""
+        if not isinstance(stamp, int):
+            return repr(stamp)
+        for key, script in list(self.scripts.items()):
+            if stamp in script.stamps:
+                return f"that of token {script.stamps.index(stamp)} of {key}"
+        return f"{stamp}, which is nobody's"
 
 
-# -- the mover
+def _fed(entry: Entry, before: Sequence[int]) -> Iterable[int]:
+    """Return the tokens fed to a segment. One that nobody has seen yet is the last: the batch `before` drew it."""
+    known = [token for token in entry.tokens if token is not None]
+    return known if entry.feeds is None else [*known, before[entry.feeds]]
 
 
-@attrs.frozen(eq=False)
-class Moved:
-    """An offload or a reload that ended: its outcome, and the pages copied."""
-
-    job: Job
-    outcome: Offloaded | Reloaded | Abandoned | Refusal
-    pages: int
-
-
-class Mover:
-    """Offloads and reloads: claim, copy, commit."""
-
-    def __init__(self, manager: KVManager, backend: StampedBackend) -> None:
-        self.manager = manager
-        self.backend = backend
-        self.meter = Meter()
-
-    def offload(self, job: Job, discard: bool) -> Moved:
-        """Offload a request; `discard` gives up what a step in flight computes for it."""
-        claim = self.meter.machine(self.manager.claim_offload, job.id, discard)
-        # A step in flight still reads the device pages of a request taken from it.
-        return self._finish(job, claim, None if discard else Tier.DEVICE, Queue.COPY_OUT)
-
-    def reload(self, job: Job, extra: Step) -> Moved:
-        """Reload a request with room for its next step."""
-        claim = self.meter.machine(self.manager.claim_reload, job.id, extra)
-        return self._finish(job, claim, Tier.HOST, Queue.COPY_IN)
-
-    def _finish(self, job: Job, claim: OffloadClaim | ReloadClaim | Refusal, spoil: Tier | None, queue: Queue) -> Moved:
-        if isinstance(claim, Refusal):
-            return Moved(job, claim, 0)
-        try:
-            assert claim.op is not None
-            if spoil is not None and claim.failure is None:
-                self.backend.wait(at(queue, claim.op.number))
-                for group, copies in enumerate(claim.op.copies):
-                    self.backend.poison(spoil, group, [source for source, _, _ in copies])
-            outcome = self.meter.machine(self.manager.commit_claim, claim)
-            return Moved(job, outcome, sum(map(len, claim.op.copies)))
-        finally:
-            if claim.open:
-                self.manager.abandon(claim)
+def _number(stamp: Any) -> int:
+    """Return a stamp to compute with; what is none becomes one that nobody expects."""
+    return stamp if isinstance(stamp, int) else -1

@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import attrs
+
 from kvstate.testing.schedules.flags import REQUIRED, missing
 from kvstate.testing.schedules.play import Play
 from kvstate.testing.schedules.setup import Setup, setup
@@ -39,12 +41,18 @@ def schedules(
     tally: Tally,
     progress: Callable[[Tally], None] = lambda tally: None,
     schedules_max: int | None = None,
+    device: str = "memory",
 ) -> tuple[Setup, Violation] | None:
-    """Play schedules until `seconds` are over or `schedules_max` were played; return the first violation."""
+    """Play schedules on backend `device` until `seconds` are over or `schedules_max` were played.
+
+    Returns
+    -------
+    The first violation and its world.
+    """
     start = time.monotonic()
     index = 0
     while (schedules_max is None or index < schedules_max) and time.monotonic() - start < seconds:
-        world = setup(seed, index)
+        world = attrs.evolve(setup(seed, index), device=device)
         run = Play(world)
         try:
             run.run()
