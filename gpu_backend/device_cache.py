@@ -49,10 +49,12 @@ class GroupMemory:
 def divided(memory: Tensor, layout: CacheLayout, pages: Sequence[int]) -> tuple[GroupMemory, ...]:
     """Return `memory` as each group sees it, no copy: its first `pages` pages. The groups see the same bytes."""
     flat = memory.view(-1)
+    # One tensor that the storages of all groups are views of: torch.compile takes inputs that share memory only so.
+    elements = flat.view(getattr(torch, layout.parts[0].storage_dtype))
     groups = []
     for part, count in zip(layout.parts, pages, strict=True):
         own = flat[: count * part.page_bytes].view(count, part.page_bytes)
-        storage = own.view(getattr(torch, part.storage_dtype)).view(-1, *part.page_shape)
+        storage = elements[: own.numel() // elements.element_size()].view(-1, *part.page_shape)
         groups.append(GroupMemory(part, own, storage))
     return tuple(groups)
 

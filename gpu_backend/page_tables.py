@@ -139,9 +139,10 @@ class PageTables:
             place = SINK_ROW
         else:
             # Tables are as long in one group as in another: a window leaves places behind, it does not close them.
-            if len(view.pages) > self.width:
+            count = len(view.tables[0])
+            if count > self.width:
                 raise SubmitError(
-                    f"{view.request}/{view.label} has {view.length} tokens in {len(view.pages)} pages, "
+                    f"{view.request}/{view.label} has {view.length} tokens in {count} pages, "
                     f"and a page table holds {self.width}; raise max_seq_len"
                 )
             place = self._row_of(view, changed)
@@ -155,7 +156,9 @@ class PageTables:
         place = self._of.get(stream)
         if place is not None:
             row = self._rows[place]
-            if row.tables is not None and self._extend(place, row, view.sources, changed):
+            if row.tables is view.sources or (
+                row.tables and self._extend(place, row, row.tables, view.sources, changed)
+            ):
                 return place
         if place is None or self._rows[place].readers:
             taken = self._take()
@@ -170,13 +173,11 @@ class PageTables:
             changed[group, place] = (0, table)
         return place
 
-    def _extend(self, place: int, row: _Row, tables: tuple[Table, ...], changed: Changed) -> bool:
+    def _extend(
+        self, place: int, row: _Row, held: tuple[Table, ...], tables: tuple[Table, ...], changed: Changed
+    ) -> bool:
         """Note what `tables` have beyond a row that holds the beginning of each; tell whether it does."""
-        if row.tables is tables:
-            return True
-        assert row.tables is not None
-        held = list(row.tables)
-        grown: Changed = {}
+        grown = []
         for group, table in enumerate(tables):
             older = held[group]
             if older is table:
@@ -188,12 +189,12 @@ class PageTables:
                 continue
             if not table.extends(older):
                 return False
-            start = changed[group, place][0] if (group, place) in changed else older.count
-            grown[group, place] = (start, table)
-            held[group] = table
+            grown.append(group)
         if grown:
-            changed.update(grown)
-            row.tables = tuple(held)
+            for group in grown:
+                start = changed[group, place][0] if (group, place) in changed else held[group].count
+                changed[group, place] = (start, tables[group])
+            row.tables = tuple(table if group in grown else held[group] for group, table in enumerate(tables))
         return True
 
     def _take(self) -> int:

@@ -200,6 +200,57 @@ def keys_find_sealed_pages(view: StateView) -> str | None:
 
 
 @always
+def a_sector_is_one_groups(view: StateView) -> str | None:
+    """A sector is lent exactly while a page of it is owned or cached, and no page of another group is."""
+    for tier, pools, lent in (
+        ("device", view.device, view.device_lent),
+        ("host", view.host, view.host_lent),
+    ):
+        for group, pool in enumerate(pools if lent else ()):
+            cached = set(pool.cached)
+            held = {
+                page // view.pages_per_sector[group]
+                for page, owners in enumerate(pool.owners)
+                if owners or page in cached
+            }
+            for sector, borrower in enumerate(lent):
+                if (sector in held) != (borrower == group):
+                    has = "has" if sector in held else "has no"
+                    return f"{tier} sector {sector} is lent to group {borrower} and {has} pages of group {group}"
+    return None
+
+
+@always
+def windows_have_left_what_they_passed(view: StateView) -> str | None:
+    """A window group holds no page in front of what the next token attends to, and every page that a step writes."""
+    for stream in view.streams:
+        for group, (skipped, window) in enumerate(zip(stream.skipped, view.windows, strict=True)):
+            passed = 0 if window is None else max(0, (stream.length - window + 1) // view.page_size)
+            if skipped < passed or skipped > (stream.length // view.page_size if window is not None else 0):
+                return (
+                    f"{stream.request}/{stream.label} of {stream.length} tokens holds group {group} from page "
+                    f"{skipped} on, and its window has passed {passed} pages"
+                )
+    for _, row in _live(view):
+        for group, skipped in enumerate(row.skipped):
+            if row.stop > row.start and skipped > row.start // view.page_size:
+                return f"a step writes {row.request}/{row.label} in page {row.start // view.page_size} of group {group}"
+    return None
+
+
+@always
+def keys_are_of_stored_pages(view: StateView) -> str | None:
+    """A stream has keys of whole stored pages only, and none of content that older weights computed."""
+    for stream in view.streams:
+        name = f"{stream.request}/{stream.label}"
+        if stream.keyed * view.page_size > stream.length:
+            return f"{name} stores {stream.length} tokens and has {stream.keyed} keys"
+        if stream.stale and stream.keyed:
+            return f"{name} is stale and has {stream.keyed} keys"
+    return None
+
+
+@always
 def tables_cover_lengths(view: StateView) -> str | None:
     """The table of a stream, and of an open step's row that counts, has a page for every token it stores."""
     for stream in view.streams:

@@ -70,6 +70,8 @@ def encode(value: Any) -> Any:
         return {"map": [[encode(k), encode(v)] for k, v in value.items()]}
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
+    if isinstance(value, bytes):
+        return {"hex": value.hex()}
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if attrs.has(type(value)):
@@ -87,6 +89,8 @@ def decode(value: Any) -> Any:
             if cls is None:
                 raise ValueError(f"unknown value {value['is']!r} in a trace; was it written by a newer version?")
             return cls(**{name: decode(item) for name, item in value.items() if name != "is"})
+        if "hex" in value:
+            return bytes.fromhex(value["hex"])
         if "map" in value:
             return {decode(k): decode(v) for k, v in value["map"]}
         return {name: decode(item) for name, item in value.items()}

@@ -10,16 +10,17 @@ import pytest
 
 from kvstate import types
 from kvstate.testing import program, walk
+from kvstate.testing.prompts import keys
 from kvstate.testing.world import Call, Handle, Node, Sizes, Violation, World
 from kvstate.transitions import retention
-from kvstate.types import LabelFork, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId
+from kvstate.types import Group, LabelFork, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId
 
 SIZES = Sizes(pages=8, host_pages=6, page_size=2)
 NAMES = {
     name: getattr(types, name)
     for name in ("LabelFork", "Publication", "Record", "RequestConfig", "RetentionPolicy", "Segment", "Step",
                  "StreamFork", "StreamId")
-}  # fmt: skip
+} | {"keys": keys}  # fmt: skip
 
 
 @pytest.fixture
@@ -148,6 +149,23 @@ def fetches_end_in_every_way(one: World) -> None:
     one.b.claim_retrieve("t", foreign, ("main",))
 
 
+@world
+def requests_share_a_prompt(one: World) -> None:
+    one.a.ingest("r", None, 2)
+    _run(one.a, Step([Segment("r", span=9)]))
+    one.a.key("r", "main", 5)
+    one.a.key("r")
+    one.a.key("r", "main", 3)
+    one.a.remove("r")
+    one.a.ingest("s", RequestConfig(cache_salt="tenant"), 2)
+    one.a.ingest("t", None, 1)
+    one.a.admit(Step([Segment("s", span=1, prefix=keys(2, 2, 2, "tenant"))]))
+    _run(one.a, Step([Segment("t", span=2, prefix=keys(1, 1, 2))]))
+    one.a.key("t")
+    one.a.admit(Step([Segment("t", "cfg", prefix=keys(2, 2, 2)[1:])]))
+    one.a.reset_prefix_cache()
+
+
 CASES = sorted(WORLDS)
 
 
@@ -177,6 +195,23 @@ def test_many_programs_of_the_walk_replay_as_they_ran() -> None:
         written = World(ran.sizes)
         exec(program.text(ran.program), {**NAMES, "a": written.a, "b": written.b})
         assert written.program == ran.program
+
+
+def test_a_world_of_several_groups_is_written_and_read_again(tmp_path: Path) -> None:
+    groups = (Group("full", 256), Group("window", 128, window=3))
+    sizes = attrs.evolve(SIZES, groups=groups)
+    ran = World(sizes)
+    ran.a.ingest("r", None, 1)
+    _run(ran.a, Step([Segment("r", span=7)]))
+    violation = Violation("judge", "", ran.program)
+    program.save(tmp_path / "seen.json", sizes, violation)
+    read, calls, _ = program.load(tmp_path / "seen.json")
+    assert (read, calls) == (sizes, ran.program)
+    assert program.run(read, calls)[0].a.now.windows == (None, 3)
+    text = program.as_pytest(sizes, violation)
+    assert "from kvstate.types import Group, Segment, Step\n" in text
+    [test] = _tests_in(text)
+    test()
 
 
 def test_calls_whose_handle_was_never_made_are_left_out() -> None:

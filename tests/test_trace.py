@@ -82,7 +82,7 @@ def test_a_trace_of_a_walk_replays_to_the_same_view(walked: Any, index: int) -> 
         assert view(state).digest() == subject.snapshot().digest()
 
 
-BY_HAND = {"abandon_fetch", "clear", "key", "reset_prefix_cache"}
+BY_HAND = {"abandon_fetch", "clear"}
 """Verbs that no walk calls."""
 
 

@@ -253,8 +253,8 @@ class FetchTransport:
             source.check()
             if job.cancelled.is_set():
                 break
-        if self.pages.bytes.is_cuda:
-            torch.cuda.current_stream(self.pages.bytes.device).synchronize()
+        if self.pages.device.type == "cuda":
+            torch.cuda.current_stream(self.pages.device).synchronize()
 
     def verdict(self, job: Job) -> Outcome:
         """Ask the publisher whether what was copied is what it had published."""

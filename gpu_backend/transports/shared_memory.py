@@ -6,7 +6,7 @@ with its process as well. For each fetch a consumer connects, is handed the memo
 
     consumer                            publisher
     connect                      →
-                                 ←      {"page_shape", "dtype", "pages", "page_bytes"} + the memfd
+                                 ←      {"groups", "dtype", "bytes"} + the memfd
     {"incarnation", "label", "epoch"} →
                                  ←      {"holds": true or false} or {"error": text}
 
@@ -74,9 +74,7 @@ class Publisher:
     def __init__(self, address: str, memory: SharedMemory, pages: Pages, holds: EpochHolds) -> None:
         self.address = address
         self._memory = memory
-        count, page_bytes = pages.bytes.shape
-        hello = {"page_shape": pages.page_shape, "dtype": pages.dtype, "pages": count, "page_bytes": page_bytes}
-        self._hello = json.dumps(hello).encode()
+        self._hello = json.dumps({**pages.described(), "bytes": memory.bytes.numel()}).encode()
         self._holds = holds
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -184,9 +182,7 @@ class _Far:
             try:
                 if len(fds) != 1:
                     raise PeerLost(self._address, f"{self._address!r} handed over no memory")
-                count, page_bytes = message["pages"], message["page_bytes"]
-                memory = mapped(fds[0], count * page_bytes).view(count, page_bytes)
-                self._pages = Pages(memory, tuple(message["page_shape"]), message["dtype"])
+                self._pages = Pages.over(mapped(fds[0], message["bytes"]), message)
             finally:
                 for fd in fds:
                     os.close(fd)

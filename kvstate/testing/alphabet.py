@@ -12,8 +12,10 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
+from kvstate.prefix import Key
 from kvstate.state import Fetch, Lease, Status
-from kvstate.testing.world import Node
+from kvstate.testing import prompts
+from kvstate.testing.world import SALTS, Node
 from kvstate.types import (
     LabelFork,
     Publication,
@@ -90,7 +92,29 @@ def _config(node: Node, choose: Chooser) -> RequestConfig | None:
     if not chance(choose, 25):
         return None
     retention = {pick(choose, LABELS): _policy(node, choose)} if chance(choose, 60) else {}
-    return RequestConfig(labels=LABELS[: 1 + choose.below(2)], retention=retention)
+    salt = pick(choose, SALTS) if chance(choose, 40) else ""
+    return RequestConfig(labels=LABELS[: 1 + choose.below(2)], retention=retention, cache_salt=salt)
+
+
+def _prompt(choose: Chooser) -> int:
+    """Return a prompt that others have too, or none."""
+    return pick(choose, prompts.PROMPTS) if chance(choose, 60) else 0
+
+
+def _prefix(node: Node, stream: StreamId, choose: Chooser) -> tuple[Key, ...]:
+    """Return what a lookup found for a stream, now and then something else."""
+    size = node.subject.capacities.page_size
+    held = node.reference.requests.get(stream.request)
+    salt = held.config.cache_salt if held is not None else ""
+    prompt = node.prompts.get(stream.request, 0)
+    found = prompts.keys(prompt if prompt and not chance(choose, 10) else 1, prompts.PAGES, size, salt)
+    others = [s.image.keys for s in node.reference.streams() if s.image.keys]
+    if others and chance(choose, 15):
+        found = tuple(pick(choose, others))
+    matched = node.subject.match(found)
+    if chance(choose, 10):
+        return found[: 1 + choose.below(len(found))]
+    return found[: matched if not chance(choose, 20) else choose.below(matched + 1)]
 
 
 def _segments(node: Node, choose: Chooser) -> list[Segment]:
@@ -103,9 +127,25 @@ def _segments(node: Node, choose: Chooser) -> list[Segment]:
         stream = _stream(node, choose)
         span = 1 + choose.below(2 * size) if not chance(choose, 6) else 0
         if chance(choose, 1):
-            span = 1 + node.subject.capacities.pages * size
+            span = 1 + max(node.geometry.group_pages) * size
         segments.append(Segment(stream.request, stream.label, span))
     return segments
+
+
+def _on_prefixes(node: Node, segments: list[Segment], choose: Chooser) -> list[Segment]:
+    """Let streams that store nothing start on what a lookup finds; now and then others try to."""
+    stored = {(s.request, s.label) for s in node.now.streams if s.length or s.rows}
+    started: list[Segment] = []
+    seen: set[tuple[str | None, str]] = set()
+    for segment in segments:
+        name = (segment.request, segment.label)
+        if segment.request is not None and segment.span and name not in seen:
+            if chance(choose, 4 if name in stored else 60):
+                prefix = _prefix(node, StreamId(segment.request, segment.label), choose)
+                segment = attrs.evolve(segment, prefix=prefix)
+        seen.add(name)
+        started.append(segment)
+    return started
 
 
 def _forks(node: Node, choose: Chooser, percent: int) -> list[LabelFork | StreamFork]:
@@ -130,13 +170,28 @@ def _forks(node: Node, choose: Chooser, percent: int) -> list[LabelFork | Stream
 def _step(node: Node, choose: Chooser) -> Step:
     segments = _segments(node, choose)
     retention = {pick(choose, LABELS): _policy(node, choose)} if chance(choose, 5) else {}
+    commit = not chance(choose, 8)
     return Step(
-        segments,
+        _on_prefixes(node, segments, choose) if commit else segments,
         pre_forks=_forks(node, choose, 18),
         post_forks=_forks(node, choose, 18),
-        commit=not chance(choose, 8),
+        commit=commit,
         retention=retention,
     )
+
+
+def _key(node: Node, choose: Chooser) -> Any:
+    """Key what a stream stores, mostly all of it; mostly of one that has whole pages without keys."""
+    size = node.subject.capacities.page_size
+    open_ = [s for s in node.now.streams if s.length - s.keyed * size >= size and node.honest(s.request, s.label)]
+    if open_ and not chance(choose, 10):
+        found = pick(choose, open_)
+        stream = StreamId(found.request, found.label)
+    else:
+        stream = _stream(node, choose)
+    if not node.honest(stream.request, stream.label):
+        return None
+    return node.key(stream.request, stream.label, choose.below(4 * size) if chance(choose, 20) else None)
 
 
 def _accepted(lease: Lease, choose: Chooser) -> tuple[int, ...] | None:
@@ -226,6 +281,11 @@ def _busy(node: Node) -> bool:
     return any(s.length or s.rows or s.residency != "OnDevice" for s in node.now.streams)
 
 
+def _found(node: Node) -> bool:
+    """Tell whether much can be found by keys."""
+    return sum(len(pool.keys) for pool in node.now.device) > 2
+
+
 def _has(*statuses: Status) -> Callable[[Node], bool]:
     return lambda node: bool(_leases(node, *statuses))
 
@@ -246,8 +306,8 @@ _A, _P, _E, _L = Status.ADMITTED, Status.PLANNED, Status.ENTERED, Status.LAUNCHE
 
 ALPHABET: tuple[Letter, ...] = (
     Letter(
-        "ingest", 6, lambda n: len(n.now.requests) < len(REQUESTS),
-        lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c)),
+        "ingest", 12, lambda n: len(n.now.requests) < len(REQUESTS),
+        lambda n, c: n.ingest(pick(c, REQUESTS), _config(n, c), _prompt(c)),
     ),
     Letter("admit", 26, _live, lambda n, c: n.admit(_step(n, c))),
     Letter("plan", 20, _has(_A), lambda n, c: n.plan(_some_lease(n, c, _A, _A, _P))),
@@ -276,8 +336,10 @@ ALPHABET: tuple[Letter, ...] = (
     Letter("fail_fetch", 3, lambda n: bool(n.fetches), lambda n, c: n.fail_fetch(pick(c, n.fetches))),
     Letter("cancel_retrieve", 8, lambda n: bool(n.fetches), lambda n, c: n.cancel_retrieve(_request(n, c))),
     Letter("confirm_cancel", 16, lambda n: bool(_cancelled(n)), lambda n, c: n.confirm_cancel(pick(c, _cancelled(n)))),
-    Letter("reset", 3, _busy, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
-    Letter("remove", 2, _busy, lambda n, c: n.remove(_request(n, c))),
+    Letter("key", 14, lambda n: any(s.length for s in n.now.streams), _key),
+    Letter("reset_prefix_cache", 1, _found, lambda n, c: n.reset_prefix_cache()),
+    Letter("reset", 4, _busy, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
+    Letter("remove", 4, _busy, lambda n, c: n.remove(_request(n, c))),
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 
-from kvstate.testing.world import Call, Handle, Node, Sizes, Violation, World
+from kvstate.testing import prompts
+from kvstate.testing.world import SALTS, Call, Handle, Node, Sizes, Violation, World
 from kvstate.trace import decode, encode
 from kvstate.types import LabelFork, RequestConfig, RetentionPolicy, Segment, Step, StreamFork, StreamId
 
@@ -22,7 +23,7 @@ FORMAT = 1
 VERBS = frozenset(
     {"ingest", "admit", "plan", "launch_enter", "run", "launch_exit", "commit", "abort", "claim_offload"}
     | {"claim_reload", "commit_claim", "abandon", "snapshot", "publish", "claim_retrieve", "copy", "land"}
-    | {"fail_fetch", "confirm_cancel", "cancel_retrieve", "reset", "remove"}
+    | {"fail_fetch", "confirm_cancel", "cancel_retrieve", "key", "reset_prefix_cache", "reset", "remove"}
 )
 """What a program may call on a node."""
 
@@ -100,6 +101,9 @@ def _simpler_steps(step: Step) -> Iterable[Step]:
     if not step.commit:
         yield attrs.evolve(step, commit=True)
     for place, segment in enumerate(step.segments):
+        if segment.prefix:
+            bare = attrs.evolve(segment, prefix=())
+            yield attrs.evolve(step, segments=(*step.segments[:place], bare, *step.segments[place + 1 :]))
         if segment.span > 1:
             smaller = attrs.evolve(segment, span=segment.span - 1)
             yield attrs.evolve(step, segments=(*step.segments[:place], smaller, *step.segments[place + 1 :]))
@@ -184,7 +188,10 @@ def text(program: Sequence[Call]) -> str:
 def preamble(sizes: Sizes, program: Sequence[Call]) -> str:
     """Return the lines that make the world in which `text` runs."""
     nodes = [name for name in ("a", "b") if any(call.node == name for call in program)] or ["a"]
-    arguments = ", ".join(f"{name}={value!r}" for name, value in attrs.asdict(sizes).items())
+    values = attrs.asdict(sizes, recurse=False)
+    if sizes.groups == Sizes().groups:
+        del values["groups"]
+    arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
     return f"world = World({arguments})\n{', '.join(nodes)} = {', '.join(f'world.{name}' for name in nodes)}"
 
 
@@ -207,7 +214,8 @@ def _text(value: Any) -> str:
             return f"Segment.padding({value.span})"
         label = f", {value.label!r}" if value.label != "main" else ""
         span = f", span={value.span}" if value.span != 1 else ""
-        return f"Segment({value.request!r}{label}{span})"
+        prefix = f", prefix={_prefix(value.prefix)}" if value.prefix else ""
+        return f"Segment({value.request!r}{label}{span}{prefix})"
     if isinstance(value, LabelFork):
         return f"LabelFork({value.source!r}, {value.target!r})"
     if isinstance(value, StreamFork):
@@ -221,30 +229,44 @@ def _text(value: Any) -> str:
         parts = [f"labels={value.labels!r}"] if value.labels != ("main",) else []
         if value.retention:
             parts.append(f"retention={_text(value.retention)}")
+        if value.cache_salt:
+            parts.append(f"cache_salt={value.cache_salt!r}")
         return f"RequestConfig({', '.join(parts)})"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
     return repr(value)
 
 
+def _prefix(keys: tuple[bytes, ...]) -> str:
+    """Return keys as a call that makes them, where they are those of a prompt."""
+    for page_size in range(1, 9):
+        for prompt in prompts.PROMPTS:
+            for salt in SALTS:
+                if keys == prompts.keys(prompt, len(keys), page_size, salt):
+                    return f"keys({prompt}, {len(keys)}, {page_size}{f', {salt!r}' if salt else ''})"
+    return f"[bytes.fromhex(key) for key in {[key.hex() for key in keys]}]"
+
+
 def as_pytest(sizes: Sizes, violation: Violation) -> str:
     """Return a test file that runs the program; it fails while the violation is there."""
-    body = text(violation.program)
+    body, head = text(violation.program), preamble(sizes, violation.program)
     names = sorted(
         name
-        for name in ("LabelFork", "RequestConfig", "RetentionPolicy", "Segment", "Step", "StreamFork", "StreamId",
-                     "Publication", "Record")
-        if f"{name}(" in body or f"{name}." in body
+        for name in ("Group", "LabelFork", "Publication", "Record", "RequestConfig", "RetentionPolicy", "Segment",
+                     "Step", "StreamFork", "StreamId")
+        if f"{name}(" in head + body or f"{name}." in body
     )  # fmt: skip
     lines = [
         f'"""Found by kvstate check. {violation.witness}: {_one_line(violation.detail)}"""',
         "",
         "from kvstate.testing.world import World",
     ]
+    if "prefix=keys(" in body:
+        lines.insert(2, "from kvstate.testing.prompts import keys")
     if names:
         lines.append(f"from kvstate.types import {', '.join(names)}")
     lines += ["", "", f"def test_{violation.witness}_holds():"]
-    lines += [f"    {line}" for line in (preamble(sizes, violation.program) + "\n" + body).splitlines()]
+    lines += [f"    {line}" for line in (head + "\n" + body).splitlines()]
     lines += ["    world.finish()", "    assert not any(node.subject.conflicts() for node in world.nodes.values())", ""]
     return "\n".join(lines)
 

@@ -14,6 +14,7 @@ from kvstate.refusals import Refusal
 from kvstate.state import Lease, OffloadClaim, ReloadClaim
 from kvstate.transitions.lifecycle import Emptied, Ingested
 from kvstate.transitions.offload import Abandoned, Offloaded
+from kvstate.transitions.prefix import Keyed
 from kvstate.transitions.step import Aborted, Committed
 from kvstate.view import StateView
 
@@ -73,6 +74,20 @@ REQUIRED: tuple[str, ...] = (
     "fetch cancelled",
     "fetch outlives its request",
     "fetch continues a stream",
+    "pages keyed",
+    "key taken",
+    "started on a prefix",
+    "started on cached pages",
+    "prefix returned by an abort",
+    "cached page evicted",
+    "cached page evicted, others stay",
+    "keys forgotten under open streams",
+    "reload found pages by their keys",
+    "reload made pages findable again",
+    "window let pages go",
+    "sectors of two groups",
+    "sector changed hands",
+    "refused in fragments",
     "page granted behind a copy",
     "page granted behind a step",
 )
@@ -82,8 +97,11 @@ def seen(verb: str, result: Any, before: StateView, now: StateView) -> Iterator[
     """Yield what one call reached."""
     if isinstance(result, Refusal):
         yield f"refused {type(result).__name__}"
+        if getattr(result, "fragmented", False):
+            yield "refused in fragments"
         return
     yield from _by_result(verb, result, before)
+    yield from _by_keys(verb, result, before, now)
     yield from _by_view(now)
 
 
@@ -126,7 +144,11 @@ def _by_result(verb: str, result: Any, before: StateView) -> Iterator[str]:
         if result.op is not None and result.op.after[2]:
             yield "page granted behind a copy"
     elif isinstance(result, ReloadClaim):
-        if any(part.device[0].count > part.host[0].count for part in result.parts):
+        if any(
+            back.count > copied.count
+            for part in result.parts
+            for back, copied in zip(part.device, part.host, strict=True)
+        ):
             yield "reload with room for the next step"
         if result.op is not None and result.op.after[0]:
             yield "page granted behind a step"
@@ -146,6 +168,48 @@ def _by_result(verb: str, result: Any, before: StateView) -> Iterator[str]:
     elif verb == "claim_retrieve":
         if any(fetch.start for fetch in result.fetches):
             yield "fetch continues a stream"
+
+
+def _by_keys(verb: str, result: Any, before: StateView, now: StateView) -> Iterator[str]:
+    """Yield what became of content keys, windows and sectors."""
+    if isinstance(result, Keyed):
+        if result.pages:
+            yield "pages keyed"
+        if result.taken:
+            yield "key taken"
+    was = {(group, key) for group, pool in enumerate(before.device) for _, key in pool.keys}
+    found = {(group, key) for group, pool in enumerate(now.device) for _, key in pool.keys}
+    gone = was - found
+    if verb == "reset_prefix_cache":
+        if any(stream.stale for stream in now.streams):
+            yield "keys forgotten under open streams"
+    elif gone:
+        yield "cached page evicted"
+        if any(pool.cached for pool in now.device):
+            yield "cached page evicted, others stay"
+    waiting, then = (sum(len(pool.cached) for pool in view.device) for view in (now, before))
+    if verb == "abort" and waiting > then:
+        yield "prefix returned by an abort"
+    if isinstance(result, Lease) and any(segment.prefix for segment in result.step.segments):
+        yield "started on a prefix"
+        if then > waiting + len(gone):
+            yield "started on cached pages"
+    if isinstance(result, ReloadClaim) and result.op is not None:
+        copied = sum(len(copies) for copies in result.op.copies)
+        host = {(group, page) for part in result.parts for group, table in enumerate(part.host) for page in table}
+        if copied < len(host):
+            yield "reload found pages by their keys"
+    if verb == "commit_claim" and found - was:
+        yield "reload made pages findable again"
+    passed = {(stream.incarnation, stream.label): sum(stream.skipped) for stream in before.streams}
+    if any(sum(s.skipped) > passed.get((s.incarnation, s.label), 0) for s in now.streams) and verb == "commit":
+        yield "window let pages go"
+    if len(set(now.device_lent) - {None}) > 1:
+        yield "sectors of two groups"
+    for old, new in zip(before.device_lent, now.device_lent, strict=True):
+        if old is not None and new is not None and old != new:
+            yield "sector changed hands"
+            return
 
 
 def _admitted(lease: Lease) -> Iterator[str]:
@@ -171,25 +235,25 @@ def _admitted(lease: Lease) -> Iterator[str]:
 
 
 def _by_view(now: StateView) -> Iterator[str]:
-    device: dict[int, tuple[int, str]] = {}
-    host: set[int] = set()
+    device: dict[tuple[int, int], tuple[int, str]] = {}
+    host: set[tuple[int, int]] = set()
     for stream in now.streams:
         yield f"a stream is {stream.residency}"
-        content = -(-stream.length // now.page_size)
+        content = [-(-stream.length // now.page_size) - skipped for skipped in stream.skipped]
         if stream.held:
             yield "pages held behind open leases"
-        if stream.device and len(stream.device[0]) > content:
+        if stream.device and any(len(own) > count for own, count in zip(stream.device, content, strict=True)):
             yield "surplus pages"
-        for page in stream.device[0] if stream.device else ():
-            other = device.setdefault(page, (stream.incarnation, stream.label))
+        for name in [(group, page) for group, own in enumerate(stream.device) for page in own]:
+            other = device.setdefault(name, (stream.incarnation, stream.label))
             if other != (stream.incarnation, stream.label):
                 yield "device page shared by streams"
                 if other[0] != stream.incarnation:
                     yield "page shared across requests"
-        for page in stream.host[0] if stream.host else ():
-            if page in host:
+        for name in [(group, page) for group, own in enumerate(stream.host) for page in own]:
+            if name in host:
                 yield "host page shared by labels"
-            host.add(page)
+            host.add(name)
     incarnations = {incarnation for _, incarnation in now.requests}
     for claim in now.claims:
         if claim.kind == "retrieve" and claim.incarnation not in incarnations:

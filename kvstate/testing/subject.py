@@ -15,12 +15,16 @@ from kvstate.backend import Cancelled, Failed, Landed
 from kvstate.errors import SubmitError
 from kvstate.manager import KVManager
 from kvstate.ops import FetchBegin, Op, Plan, PlanView, Tier
+from kvstate.prefix import CacheEvent, Key, findable
+from kvstate.refusals import Refusal
 from kvstate.state import Fetch, State
 from kvstate.testing.backends import find
 from kvstate.testing.judge import BadEdge, Conflict, EdgeJudge
 from kvstate.testing.transport import Network, StepTransport
-from kvstate.transitions import VERBS, lifecycle, offload, retrieve
-from kvstate.types import Geometry
+from kvstate.transitions import VERBS, lifecycle, offload, prefix, retrieve
+from kvstate.transitions import leaving as leaving_
+from kvstate.transitions import step as step_
+from kvstate.types import Geometry, Step
 from kvstate.view import StateView, StreamView, view
 
 Contents = tuple[list[Any], ...]
@@ -71,6 +75,21 @@ class Subject(Protocol):
     def reclaimable(self, request: str) -> int:
         """Return what an offload of `request` would free."""
 
+    def gain(self, request: str) -> int:
+        """Return what would become available if `request` left and its steps in flight had ended."""
+
+    def probe(self, step: Step, leaving: bool) -> Refusal | None:
+        """Return what admitting `step` would be refused with; `leaving`: with what is leaving counted as available."""
+
+    def pages_available(self) -> dict[str, tuple[int, ...]]:
+        """Return per tier what each group alone could be granted."""
+
+    def match(self, keys: Sequence[Key]) -> int:
+        """Return how many leading pages of `keys` a request could start on."""
+
+    def findable(self) -> dict[tuple[int, Key], Key | None]:
+        """Return what the cache events so far say is findable: the parent of each (group, key)."""
+
     def content(self, now: StateView, stream: StreamView) -> Contents:
         """Return the stamps that a stream stores, wherever they are, in every group (``stream.skipped``)."""
 
@@ -95,11 +114,18 @@ class _Builtin:
         self.judge = EdgeJudge.of(geometry)
         self.backend = find(device)(geometry, judge=self.judge)
         self.transport = StepTransport(network, address)
+        self.events: list[CacheEvent] = []
+        self._found: tuple[int, dict[tuple[int, Key], Key | None]] = (0, {})
         network.join(address, self.backend, self.epoch_holds)
 
     def epoch_holds(self, incarnation: int, label: str, epoch: int) -> bool:
         """Answer a reader's question after its copy."""
         raise NotImplementedError
+
+    def findable(self) -> dict[tuple[int, Key], Key | None]:
+        if self._found[0] != len(self.events):
+            self._found = (len(self.events), findable(self.events))
+        return self._found[1]
 
     def compute(self, plan: Plan, stamps: Sequence[Sequence[Any]]) -> list[Contents]:
         seen = []
@@ -149,6 +175,8 @@ class MachineSubject(_Builtin):
     def __init__(self, geometry: Geometry, network: Network, address: str, device: str = "memory") -> None:
         super().__init__(geometry, network, address, device)
         self.state = State(geometry, address)
+        for pool in self.state.device.pools:
+            pool.events = self.events
 
     def apply(self, verb: str, *args: Any) -> Any:
         if verb == "poll":
@@ -190,8 +218,19 @@ class MachineSubject(_Builtin):
         return view(self.state)
 
     def reclaimable(self, request: str) -> int:
-        """Return what an offload of `request` would free."""
         return offload.reclaimable(self.state, request)
+
+    def gain(self, request: str) -> int:
+        return leaving_.gain(self.state, request)
+
+    def probe(self, step: Step, leaving: bool) -> Refusal | None:
+        return step_.probe(self.state, step, leaving)
+
+    def pages_available(self) -> dict[str, tuple[int, ...]]:
+        return {"device": self.state.device.available(), "host": self.state.host.available()}
+
+    def match(self, keys: Sequence[Key]) -> int:
+        return prefix.match(self.state, keys)
 
 
 class ManagerSubject(_Builtin):
@@ -199,7 +238,9 @@ class ManagerSubject(_Builtin):
 
     def __init__(self, geometry: Geometry, network: Network, address: str, device: str = "memory") -> None:
         super().__init__(geometry, network, address, device)
-        self.manager = KVManager(geometry, self.backend, transport=self.transport, address=address, debug=False)
+        self.manager = KVManager(
+            geometry, self.backend, transport=self.transport, address=address, debug=False, events=self.events
+        )
         self._named: dict[str, Callable[..., Any]] = {
             "commit_offload": self.manager.commit_claim,
             "commit_reload": self.manager.commit_claim,
@@ -219,8 +260,19 @@ class ManagerSubject(_Builtin):
         return self.manager.view()
 
     def reclaimable(self, request: str) -> int:
-        """Return what an offload of `request` would free."""
         return self.manager.reclaimable(request)
+
+    def gain(self, request: str) -> int:
+        return self.manager.gain(request)
+
+    def probe(self, step: Step, leaving: bool) -> Refusal | None:
+        return self.manager.probe(step, leaving)
+
+    def pages_available(self) -> dict[str, tuple[int, ...]]:
+        return self.manager.pages_available()
+
+    def match(self, keys: Sequence[Key]) -> int:
+        return self.manager.match(keys)
 
 
 SUBJECTS: dict[str, Callable[[Geometry, Network, str, str], MachineSubject | ManagerSubject]] = {

@@ -11,6 +11,7 @@ import attrs
 
 from kvstate.testing.alphabet import ADVANCE, ALPHABET, RandomChooser
 from kvstate.testing.world import Sizes, Violation, World
+from kvstate.types import Group
 
 CALLS = 400
 """Calls of one program, before it is ended: long, so that pages are used again and again."""
@@ -21,10 +22,13 @@ SIZES = (
     Sizes(pages=14, host_pages=9, page_size=2),
     Sizes(pages=6, host_pages=4, page_size=4),
     Sizes(pages=10, host_pages=7, page_size=1),
-    Sizes(pages=5, host_pages=3, page_size=2, subject="machine"),
+    Sizes(pages=5, host_pages=8, page_size=2, subject="machine"),
     Sizes(pages=8, host_pages=0, page_size=2),
+    Sizes(pages=9, host_pages=7, page_size=2, groups=(Group("full", 512), Group("window", 128, window=3))),
+    Sizes(pages=12, host_pages=8, page_size=2, subject="machine", groups=(Group("half", 128), Group("full", 256))),
+    Sizes(pages=10, host_pages=6, page_size=3, groups=(Group("window", 128, window=7),)),
 )
-"""Small worlds, so that everything is scarce; one without a host pool."""
+"""Small worlds, so that everything is scarce: of one group, one without a host pool, and of groups in sectors."""
 
 
 @attrs.define

@@ -8,7 +8,7 @@ of calls; it can be written by hand, drawn by hypothesis, walked at random, shru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -21,13 +21,14 @@ from kvstate.errors import PromiseBroken
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, Plan
 from kvstate.refusals import Refusal
 from kvstate.state import Fetch, Lease, OffloadClaim, ReloadClaim, Stream
-from kvstate.testing import sometimes
+from kvstate.testing import prompts, sometimes
 from kvstate.testing.memory import given_back
 from kvstate.testing.subject import SUBJECTS, Contents, Subject
 from kvstate.testing.transport import Network
+from kvstate.transitions.prefix import Keyed
 from kvstate.transitions.reload import Reloaded
 from kvstate.transitions.retrieve import Retrieval, Snapshot
-from kvstate.types import Geometry, Publication, RequestConfig, Segment, Step
+from kvstate.types import MAIN, Geometry, Group, Publication, RequestConfig, Segment, Step, StreamId
 from kvstate.view import StateView
 from kvstate_spec.reference import Reference, agrees
 from kvstate_spec.refinement import abstract_view, difference
@@ -70,15 +71,20 @@ class Call:
     gives: str
 
 
+def _groups(values: Iterable[Any]) -> tuple[Group, ...]:
+    return tuple(value if isinstance(value, Group) else Group(**value) for value in values)
+
+
 @attrs.frozen
 class Sizes:
-    """Sizes of a world; both nodes have them."""
+    """Sizes of a world; both nodes have them. `groups` are Groups, or what ``attrs.asdict`` made of them."""
 
     pages: int = 6
     host_pages: int = 4
     page_size: int = 2
     subject: str = "manager"
     device: str = "memory"
+    groups: tuple[Group, ...] = attrs.field(default=(Group(),), converter=_groups)
 
 
 def _verb(call: Call, actual: Any) -> str:
@@ -94,6 +100,10 @@ def _verb(call: Call, actual: Any) -> str:
 
 def _key(stream: Stream) -> tuple[str, str]:
     return stream.request.id, stream.label
+
+
+SALTS = ("", "tenant")
+"""The cache salts that requests of a program have."""
 
 
 @cache
@@ -119,17 +129,11 @@ class World:
         self.published: dict[int, dict[str, tuple[Any, ...]]] = {}
         # False while a call makes further calls that are part of what it means.
         self.recording = True
-        self._stamp = 0
+        self.stamps = prompts.Stamps()
         self._count = 0
         self.nodes = {address: Node(self, address) for address in ("a", "b")}
         self.a = self.nodes["a"]
         self.b = self.nodes["b"]
-
-    def stamps(self, count: int) -> list[int]:
-        """Return tokens that nobody has used before."""
-        first = self._stamp
-        self._stamp += count
-        return list(range(first, first + count))
 
     def record(self, node: str, verb: str, args: tuple[Any, ...]) -> Call:
         """Note a call; handles are written by name."""
@@ -179,7 +183,8 @@ class Node:
 
     def __init__(self, world: World, address: str) -> None:
         sizes = world.sizes
-        geometry = Geometry(pages=sizes.pages, page_size=sizes.page_size, host_pages=sizes.host_pages, name=address)
+        geometry = Geometry(sizes.pages, sizes.page_size, sizes.host_pages, sizes.groups, name=address)
+        self.geometry = geometry
         self.world = world
         self.address = address
         self.subject: Subject = SUBJECTS[sizes.subject](geometry, world.network, address, sizes.device)
@@ -203,6 +208,9 @@ class Node:
         self._plans = 0
         self._plan_numbers: dict[int, int] = {}
         self._fetched: dict[int, list[Any]] = {}
+        # The prompt that a live request follows, and how often the weights have changed.
+        self.prompts: dict[str, int] = {}
+        self.weights = 0
 
     # -- verbs
 
@@ -212,13 +220,18 @@ class Node:
         actual = self._apply(call, verb, *args)
         return self._judge(call, actual, getattr(self.reference, verb)(*args))
 
-    def ingest(self, request: str, config: RequestConfig | None = None) -> Any:
-        """Ingest a request."""
-        return self._same("ingest", request, config)
+    def ingest(self, request: str, config: RequestConfig | None = None, prompt: int = 0) -> Any:
+        """Ingest a request; its streams begin with the tokens of `prompt`, if it is new."""
+        call = self._call("ingest", request, config, prompt)
+        if request not in self.reference.requests:
+            self.prompts[request] = prompt
+        actual = self._apply(call, "ingest", request, config)
+        return self._judge(call, actual, self.reference.ingest(request, config))
 
     def admit(self, step: Step) -> Any:
-        """Admit a step."""
+        """Admit a step, after asking what would become of it."""
         call = self._call("admit", step)
+        self._probe(step)
         actual = self._apply(call, "admit", step)
         handle = actual.serial if isinstance(actual, Lease) else -1
         expected = self.reference.admit(step, handle=handle)
@@ -263,9 +276,8 @@ class Node:
         """Let the model of an entered launch run: it reads every view and writes its tokens."""
         call = self._call("run", lease)
         plan = self.plans[lease.serial]
-        tokens = [self.world.stamps(segment.span) for segment in lease.step.segments]
+        tokens, expected = self._model(lease)
         self.written[lease.serial] = tokens
-        expected = self._contexts(lease, tokens)
         seen = self.subject.compute(plan, tokens)
         for place, (want, contents) in enumerate(zip(expected, seen, strict=True)):
             if want is not None:
@@ -470,6 +482,36 @@ class Node:
         """Ask for the cancel of a request's fetches."""
         return self._same("cancel_retrieve", request)
 
+    def key(self, request: str, label: str = MAIN, count: int | None = None) -> Any:
+        """Key `count` of the tokens that are stored behind the keyed ones (None: all), or more than there are."""
+        call = self._call("key", request, label, count)
+        tokens = self._unkeyed(request, label)
+        if count is not None:
+            more = range(prompts.FRESH, prompts.FRESH + max(0, count - len(tokens)))
+            tokens = [*tokens[:count], *more]
+        actual = self._apply(call, "key", request, tuple(tokens), label)
+        expected = self.reference.key(request, tokens, label)
+        if isinstance(actual, Keyed) and (actual.pages, actual.taken) != expected:
+            self._violated("reference", f"keyed {actual}, expected (pages, taken) {expected}")
+        return self._judge(call, actual, expected)
+
+    def _unkeyed(self, request: str, label: str) -> list[int]:
+        stamps: Any = self.reference.contents().get((request, label), ())
+        held = self.reference.requests.get(request)
+        stream = held.streams.get(label) if held is not None else None
+        keyed = len(stream.image.keys) * self.geometry.page_size if stream is not None else 0
+        return [self.world.stamps.token(stamp) for stamp in stamps[keyed:]]
+
+    def reset_prefix_cache(self) -> Any:
+        """Change the weights."""
+        call = self._call("reset_prefix_cache")
+        actual = self._apply(call, "reset_prefix_cache")
+        self.weights += 1
+        expected = self.reference.reset_prefix_cache()
+        if not isinstance(actual, Refusal) and actual != expected:
+            self._violated("reference", f"{actual} pages were found by keys, expected {expected}")
+        return self._judge(call, actual, expected)
+
     def reset(self, request: str, free: bool = True) -> Any:
         """Reset a request."""
         return self._same("reset", request, free)
@@ -508,7 +550,14 @@ class Node:
             return args[0] in self.fetches and (verb != "copy" or args[0].serial not in self.copied)
         if verb == "confirm_cancel":
             return args[0] in self.subject.transport.cancels
-        return True
+        return verb != "key" or self.honest(*args[:2])
+
+    def honest(self, request: str, label: str = MAIN) -> bool:
+        """Tell whether a stream holds nothing of other weights that a fetch brought: such content has no key here."""
+        held = self.reference.requests.get(request)
+        stream = held.streams.get(label) if held is not None else None
+        stamps: Any = stream.image.tokens if stream is not None and not stream.image.stale else ()
+        return all(self.world.stamps.weights(stamp) == self.weights for stamp in stamps)
 
     # -- looking
 
@@ -519,6 +568,7 @@ class Node:
         return self.world.record(self.address, verb, args)
 
     def _apply(self, call: Call, verb: str, *args: Any) -> Any:
+        self.reference.look(self.now)
         try:
             return self.subject.apply(verb, *args)
         except PromiseBroken as broken:
@@ -553,13 +603,13 @@ class Node:
                 self._violated("promise", str(broken))
             self._poison(before, now)
             self._contents(now)
-            for request, _ in now.requests:
-                gain, expected = self.subject.reclaimable(request), self.reference.reclaimable(request)
-                if gain != expected:
-                    self._violated("reference", f"reclaimable({request!r}) is {gain}, expected {expected}")
+            wrong = self.reference.settle(now)
+            if wrong is not None:
+                self._violated("reference", f"{call.verb}: {wrong}")
             detail = difference(abstract_view(now), self.reference.abstract())
             if detail is not None:
                 self._violated("reference", f"{call.verb}: {detail}")
+            self._questions(now)
         conflicts = self.subject.conflicts()
         if conflicts:
             self._violated("judge", str(conflicts[0]))
@@ -587,11 +637,15 @@ class Node:
                 return f"{got} in group {group}, committed was {committed}"
         return None
 
-    def _contexts(self, lease: Lease, tokens: list[list[int]]) -> list[list[Any] | None]:
-        """Return what each segment must find in front of it; None where nobody knows (padding, void, retention)."""
+    def _model(self, lease: Lease) -> tuple[list[list[int]], list[list[Any] | None]]:
+        """Return what each segment writes, and what it must find in front of it.
+
+        None where nobody knows: padding, void rows, rows above one whose retention nobody has simulated.
+        """
         step = lease.step
         committed = self.reference.contents()
         void = set(lease.void_places())
+        hits = self.reference.leases[lease.serial].hits
         history: dict[tuple[str, str], list[Any] | None] = {}
 
         def base(key: tuple[str, str]) -> list[Any] | None:
@@ -614,20 +668,64 @@ class Node:
                 history[_key(fork.target.stream)] = None if content is None else list(content)
         forked = dict(history)
         contexts: list[list[Any] | None] = []
+        tokens: list[list[int]] = []
         for place, segment in enumerate(step.segments):
             if segment.request is None:
                 contexts.append(None)
+                tokens.append(self._write(None, [], segment.span))
                 continue
             key = (segment.request, segment.label)
             content = base(key)
+            if segment.prefix and content is not None:
+                content = [*content, *hits[StreamId(*key)].tokens]
             contexts.append(None if place in void else content)
+            tokens.append(self._write(None if place in void else segment.request, content, segment.span))
             history[key] = None if content is None else content + tokens[place]
         if not step.commit:
             history = dict(forked)
         for row in lease.rows:
             content = base(_key(row.stream))
             self.after[lease.serial, *_key(row.stream)] = None if retained else content
-        return contexts
+        return tokens, contexts
+
+    def _write(self, request: str | None, content: list[Any] | None, span: int) -> list[int]:
+        """Return what the model writes behind `content`: the request's prompt as far as it goes, then what is new."""
+        prompt = self.prompts.get(request, 0) if request is not None and content is not None else 0
+        stamps = list(content or ())
+        for _ in range(span):
+            token = prompts.token(prompt, len(stamps), self.geometry.page_size)
+            stamps.append(self.world.stamps.write(self.weights, stamps[-1] if stamps else None, token))
+        return stamps[len(stamps) - span :]
+
+    def _probe(self, step: Step) -> None:
+        """Ask what an admission would answer, now and once what is leaving has left."""
+        self.reference.look(self.now)
+        for leaving in (False, True):
+            detail = agrees(self.reference.probe(step, leaving), self.subject.probe(step, leaving))
+            if detail is not None:
+                self._violated("reference", f"probe(leaving={leaving}): {detail}")
+
+    def _questions(self, now: StateView) -> None:
+        """Ask what can be asked without a call, and compare."""
+        reference = self.reference
+        reference.look(now)
+        asked: list[tuple[str, Any, Any]] = []
+        for request, _ in now.requests:
+            for name in ("reclaimable", "gain"):
+                actual, expected = getattr(self.subject, name)(request), getattr(reference, name)(request)
+                asked.append((f"{name}({request!r})", actual, expected))
+        asked.append(("pages_available()", self.subject.pages_available(), reference.pages_available()))
+        if reference.findable or any(pool.keys for pool in now.device):
+            for salt in SALTS:
+                for prompt in prompts.PROMPTS:
+                    keys = prompts.keys(prompt, prompts.PAGES, now.page_size, salt)
+                    asked.append((f"match of prompt {prompt}", self.subject.match(keys), reference.match(keys)))
+        found = {(g, bytes.fromhex(key)) for g, pool in enumerate(now.device) for _, key in pool.keys}
+        parents = {(g, key): reference.parents[key] if reference.findable[g, key].depth else None for g, key in found}
+        asked.append(("what the events say is findable", self.subject.findable(), parents))
+        for what, actual, expected in asked:
+            if actual != expected:
+                self._violated("reference", f"{what} is {actual}, expected {expected}")
 
     def subject_config(self, segment: Segment) -> RequestConfig:
         """Return the config of a segment's request; an empty one once it is gone."""

@@ -408,7 +408,7 @@ class Reservation:
                 self.origins[id(two), group] = origin
                 copied.append((origin, tail, length % size))
             pages.extend(surplus)
-            tables.append(Table.of(pages, source_table.skip, pool.sink))
+            tables.append(Table.of(pages, two.skips[group], pool.sink))
             copies.append(copied)
         row.step_tables = row.tables = tuple(tables)
         row.released = row.released_before = source.released_before

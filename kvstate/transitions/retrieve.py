@@ -90,7 +90,7 @@ def claim_retrieve(
     records = {} if publication is None else publication.ranks.get(state.rank, {})
     if publication is not None and publication.world_size != state.world_size:
         return WorldSizeMismatch(request=request, published=publication.world_size, expected=state.world_size)
-    size, groups = state.page_size, range(len(state.device.pools))
+    groups = range(len(state.device.pools))
     wanted = [0 for _ in groups]
     plans: list[tuple[str, Record, Stream]] = []
     for label in dict.fromkeys(labels if labels is not None else found.config.labels_needed()):
@@ -124,7 +124,7 @@ def claim_retrieve(
     short = state.device.short(wanted)
     if short is not None:
         whole = state.device.sectors_for(
-            [sum(-(-r.length // size) - _skip(state, r, g) for _, r, _ in plans) for g in groups]
+            [own + more for own, more in zip(_held(state, [stream for _, _, stream in plans]), wanted, strict=True)]
         )
         if whole > state.geometry.pages:
             return TooLarge(request=request, label=plans[0][0], wanted=whole, capacity=state.geometry.pages)
@@ -139,6 +139,14 @@ def claim_retrieve(
             state.topology += 1
         fetches.append(_fetch(state, stream, record, now_s))
     return Retrieval(request, tuple(fetches))
+
+
+def _held(state: State, streams: Sequence[Stream]) -> list[int]:
+    """Return the content pages per group that streams hold, until a landing lets go of what its window has left."""
+    return [
+        sum(len(stream.residency.tables[group].part(0, content_pages(state, stream))) for stream in streams)
+        for group in range(len(state.device.pools))
+    ]
 
 
 def _skip(state: State, record: Record, group: int) -> int:
@@ -161,7 +169,8 @@ def _fetch(state: State, stream: Stream, record: Record, now_s: float) -> Fetch:
     for group, (pool, table) in enumerate(zip(state.device.pools, stream.residency.tables, strict=True)):
         places = _pages_fetched(state, stream, record, group)
         # A partly filled last page is written too, unless the window will have left it.
-        tail = table.part(stream.length // state.page_size, content) if places.start == content else []
+        last = stream.length // state.page_size
+        tail = table.part(last, content) if _skip(state, record, group) <= last else []
         pool.share(tail)
         granted = pool.grant(len(places))
         after = merge(after, pool.fence_of(granted))

@@ -8,6 +8,9 @@ import attrs
 
 from kvstate.refusals import Refusal
 
+Counts = tuple[int, ...]
+"""A number per group."""
+
 
 @attrs.frozen
 class StreamAbstract:
@@ -16,32 +19,53 @@ class StreamAbstract:
     length: int
     released: int
     residency: str
-    content_pages: int
-    surplus_pages: int
-    # Content pages, numbered by first appearance over the sorted streams, per tier: equal numbers are shared pages.
-    device: tuple[int, ...]
-    host: tuple[int, ...]
+    # Pages held, leading places that a window has left, and surplus pages, per group.
+    content_pages: Counts
+    surplus_pages: Counts
+    # Per group the content pages, numbered by first appearance over the sorted streams, per tier: equal numbers are
+    # shared pages.
+    device: tuple[tuple[int, ...], ...]
+    host: tuple[tuple[int, ...], ...]
+    skipped: Counts
+    keyed: int = 0
+    stale: bool = False
 
 
 @attrs.frozen
 class Abstract:
     """What machine and reference must agree on after every action."""
 
-    device_free: int
-    host_free: int
+    device_owned: Counts
+    host_owned: Counts
     streams: Mapping[tuple[str, str], StreamAbstract]
     leases: Mapping[int, tuple[str, tuple[int, ...]]]
     claims: Mapping[int, str]
+    # Per (group, key in hex) the number of the page that it finds, in the numbering of `device`; None when no opened
+    # stream has that page.
+    findable: Mapping[tuple[int, str], int | None] = attrs.field(factory=dict)
+    # Keys in hex of the pages that only their key keeps, the next to leave first, per group.
+    cached: tuple[tuple[str, ...], ...] = ((),)
+    key_epoch: int = 0
 
 
-def classes(tables: Sequence[Sequence[Hashable]]) -> list[tuple[int, ...]]:
-    """Number pages by first appearance: two equal results share pages in the same way.
+class Classes:
+    """Numbers pages by first appearance: two equal numberings share pages in the same way.
 
-    >>> classes([[70, 71], [70, 99]])
-    [(0, 1), (0, 2)]
+    >>> numbers = Classes()
+    >>> numbers.of([70, 71]), numbers.of([70, 99]), numbers.known(99), numbers.known(5)
+    ((0, 1), (0, 2), 2, None)
     """
-    seen: dict[Hashable, int] = {}
-    return [tuple(seen.setdefault(page, len(seen)) for page in table) for table in tables]
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, int] = {}
+
+    def of(self, table: Sequence[Hashable]) -> tuple[int, ...]:
+        """Return the numbers of the pages of a table; pages that were not seen before get the next ones."""
+        return tuple(self._seen.setdefault(page, len(self._seen)) for page in table)
+
+    def known(self, page: Hashable) -> int | None:
+        """Return the number of a page, None if it was not seen."""
+        return self._seen.get(page)
 
 
 def agrees(expected: object, actual: object) -> str | None:

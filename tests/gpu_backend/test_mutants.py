@@ -19,8 +19,11 @@ with warnings.catch_warnings():
 
 import attrs
 
-from gpu_backend.backend import TorchBackend, cpu_backend
+from gpu_backend.attention import paged_attention
+from gpu_backend.backend import TorchBackend, _layout_for, cpu_backend
 from gpu_backend.copier import Copier, runs_of
+from gpu_backend.device_cache import DeviceCache
+from gpu_backend.host_pool import HostPool
 from gpu_backend.kv_io import KVAccess
 from gpu_backend.page_tables import Changed, PageTables, Table
 from gpu_backend.plan_tensors import Addressing
@@ -31,7 +34,17 @@ from kvstate.ops import Plan, PlanView
 from kvstate.testing import contract
 from tests.mutants.registry import Patch, edit
 
-from . import test_backend, test_copier, test_kv_io, test_page_tables, test_plan_tensors
+from . import (
+    test_attention,
+    test_backend,
+    test_copier,
+    test_decoder,
+    test_group_steps,
+    test_groups,
+    test_kv_io,
+    test_page_tables,
+    test_plan_tensors,
+)
 
 
 @attrs.frozen
@@ -55,6 +68,19 @@ def named(test: Any) -> str:
         test = test.func
     name: str = test.__name__
     return name
+
+
+def together(*patches: Patch) -> Patch:
+    """Return the patch that applies all of them."""
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch())
+            yield
+
+    return patched
 
 
 @contextmanager
@@ -112,8 +138,20 @@ APART = [(9, 6), (4, 1), (5, 2), (6, 3)]
 DECODE = ([3, 4, 9], ["b", "a", "c"])
 """Lengths, and who decodes: "b" begins a page, "a" fills one."""
 
+SLIDING = (4, [[("a", "main", 7)], [("a", "main", 7)], [("a", "main", 1)]], False)
+"""Page size and steps: the window leaves two pages."""
+
 between_tiers = partial(example, test_copier.test_copies_between_tiers_equal_a_naive_loop_and_touch_nothing_else)
 decode_and_packed = partial(example, test_plan_tensors.test_decode_and_packed_addressing_agree, *DECODE)
+
+
+def window(views: list[tuple[int, int]], size: int) -> Callable[[], None]:
+    """Return a test of attention over views of (stored tokens, span) in pages of 4."""
+    return example(
+        test_attention.test_a_token_sees_the_last_tokens_of_its_window_and_no_page_that_it_left, 4, views, size, 0
+    )
+
+
 tail = partial(example, test_plan_tensors.test_the_tail_of_static_buffers_is_at_the_sink)
 
 MUTANTS = (
@@ -176,13 +214,13 @@ MUTANTS = (
     Mutant(
         "delta-missing",
         "What a table has beyond its row is not uploaded.",
-        edit(PageTables._extend, ("changed.update(grown)", "pass")),
+        edit(PageTables._extend, ("changed[group, place] = (start, tables[group])", "pass")),
         test_page_tables.test_a_step_uploads_what_its_tables_have_beyond_the_rows,
     ),
     Mutant(
         "delta-begins-late",
         "The delta of a row begins one page late.",
-        edit(PageTables._extend, ("else older.count", "else older.count + 1")),
+        edit(PageTables._extend, ("else held[group].count", "else held[group].count + 1")),
         test_page_tables.test_a_step_uploads_what_its_tables_have_beyond_the_rows,
     ),
     Mutant(
@@ -347,6 +385,180 @@ MUTANTS = (
         "Reading a stamp looks at the first layer's K only.",
         edit(StampCode.get, (".all(dim=3).all(dim=1)", ".all(dim=3)[:, 0]")),
         partial(test_kv_io.test_a_stamp_covers_every_byte_of_every_layer, "bfloat16"),
+    ),
+    # Several groups in one memory.
+    Mutant(
+        "copied-into-another-group",
+        "A copy writes the pages that the first group has under these numbers.",
+        edit(TorchBackend._run, ("memory.pages(op.target_tier, group)", "memory.pages(op.target_tier)")),
+        test_groups.test_copies_go_between_the_pages_of_their_own_group,
+    ),
+    Mutant(
+        "copied-out-of-another-group",
+        "A copy reads the pages that the first group has under these numbers.",
+        edit(TorchBackend._run, ("memory.pages(op.source_tier, group)", "memory.pages(op.source_tier)")),
+        test_groups.test_copies_go_between_the_pages_of_their_own_group,
+    ),
+    Mutant(
+        "first-group-copied-only",
+        "An op copies the pages of its first group; nobody misses those of a window at once.",
+        edit(TorchBackend._run, ("in enumerate(op.copies)", "in enumerate(op.copies[:1])")),
+        test_group_steps.test_offload_and_reload_keep_what_each_group_holds_and_copy_no_more,
+    ),
+    Mutant(
+        "first-group-copied-only-in-the-decoder",
+        "The same, found by what a model says.",
+        edit(TorchBackend._run, ("in enumerate(op.copies)", "in enumerate(op.copies[:1])")),
+        partial(test_decoder.test_offload_and_reload_in_the_middle_of_a_prompt_and_of_an_answer, "windows and full"),
+    ),
+    Mutant(
+        "host-sectors-of-one-page",
+        "The host pool takes memory for pages of the first group, not for sectors.",
+        edit(HostPool.__init__, ("host_pages * layout.sector_bytes", "host_pages * layout.parts[0].page_bytes")),
+        test_groups.test_every_sink_lies_at_the_beginning_of_the_extra_sector,
+    ),
+    Mutant(
+        "host-pages-of-the-device",
+        "The host pool is divided into as many pages as the device has.",
+        edit(HostPool.__init__, ("layout.geometry().host_group_pages", "layout.sinks")),
+        test_groups.test_every_sink_lies_at_the_beginning_of_the_extra_sector,
+    ),
+    Mutant(
+        "sinks-forgotten",
+        "The device has no page behind the last one of a group.",
+        edit(DeviceCache.move, ("[sink + 1 for", "[sink for")),
+        test_groups.test_every_sink_lies_at_the_beginning_of_the_extra_sector,
+    ),
+    Mutant(
+        "tail-at-the-sink-of-another-group",
+        "The spare rows of static buffers go to the page that the first group's sink has the number of.",
+        edit(Addressing._values, ("zip(self._windows, self._sinks,", "zip(self._windows, self._sinks[:1] * 2,")),
+        test_group_steps.test_static_buffers_of_every_group_keep_their_address_and_end_at_its_own_sink,
+    ),
+    Mutant(
+        "padding-at-the-sink-of-another-group",
+        "The row that is all sink names that of the first group in every table.",
+        edit(PageTables.__init__, ("tensor.fill_(sink)", "tensor.fill_(sinks[0])")),
+        test_group_steps.test_one_changed_group_takes_a_running_row_away_from_its_stream_in_all,
+    ),
+    Mutant(
+        "rows-of-the-first-table",
+        "The rows of every group are uploaded into the table of the first.",
+        edit(PageTables._upload, ("(group * len(self._rows) + place)", "place")),
+        test_group_steps.test_rows_hold_what_each_table_holds_wherever_its_window_is,
+    ),
+    Mutant(
+        "held-pages-at-the-front",
+        "What a table holds is uploaded to where it would be had no page left.",
+        edit(PageTables._upload, ("start = max(start, table.skip)", "pass")),
+        test_group_steps.test_rows_hold_what_each_table_holds_wherever_its_window_is,
+    ),
+    Mutant(
+        "row-that-begins-later-believed",
+        "A table that still holds what its row's table had left is taken to be in the row.",
+        edit(PageTables._extend, ("if older.skip > table.skip:", "if False:")),
+        test_group_steps.test_a_table_that_reaches_further_back_than_its_row_is_uploaded_again,
+    ),
+    Mutant(
+        "decode-page-of-another-group",
+        "Decode writes every group's token to the page of the first.",
+        edit(Addressing._values, ("view.tables[group][-1]", "view.tables[0][-1]")),
+        example(
+            test_group_steps.test_decode_and_packed_addressing_agree_in_every_group, [3, 4, 9], ["b", "a", "c"], False
+        ),
+    ),
+    Mutant(
+        "pages-from-the-first-on",
+        "The pages of a view are taken from the beginning of its row, whatever the window has left.",
+        edit(Addressing._page_indices, ("place = own.skipped[view] + place", "pass")),
+        example(test_group_steps.test_tensors_agree_with_the_plan_in_every_group, *SLIDING),
+    ),
+    Mutant(
+        "left-pages-named",
+        "The pages of a view are named with those that its window has left.",
+        edit(Addressing._values, ("if window is not None:", "if False:")),
+        example(test_group_steps.test_tensors_agree_with_the_plan_in_every_group, *SLIDING),
+    ),
+    Mutant(
+        "left-pages-read",
+        "They are gathered as well, and masked: what is there is NaN, and 0 times NaN is NaN.",
+        together(
+            edit(Addressing._values, ("if window is not None:", "if False:")),
+            edit(paged_attention, ("begin = 0 if window is None else", "begin = 0 * ")),
+        ),
+        partial(test_decoder.test_a_prompt_in_chunks_is_continued_as_it_would_be_alone, "windows and full", (4, 4, 4)),
+    ),
+    Mutant(
+        "window-one-too-wide",
+        "A token of a chunk sees one token more than its window has, the first one of the chunk excepted.",
+        edit(
+            paged_attention,
+            ("seen.triu(length - begin - span + 1 - window)", "seen.triu(length - begin - span - window)"),
+        ),
+        window([(9, 5)], 4),
+    ),
+    Mutant(
+        "window-one-too-narrow",
+        "A token sees one token less than its window has.",
+        edit(
+            paged_attention,
+            ("seen.triu(length - begin - span + 1 - window)", "seen.triu(length - begin - span + 2 - window)"),
+        ),
+        window([(9, 5)], 4),
+    ),
+    Mutant(
+        "window-begins-late",
+        "What the first token of a view sees begins one token late.",
+        edit(paged_attention, ("length - span + 1 - window)\n", "length - span + 2 - window)\n")),
+        window([(9, 1)], 4),
+    ),
+    Mutant(
+        "window-not-masked",
+        "What is gathered is seen, by the last token of a chunk as by the first.",
+        edit(paged_attention, ("    seen = seen.triu", "    seen.triu")),
+        window([(9, 5)], 4),
+    ),
+    Mutant(
+        "window-from-the-first-held-page",
+        "A view's tokens are counted from the first page that it holds, and taken from the first of all.",
+        edit(paged_attention, ("length - held, begin - held", "length - held, begin")),
+        window([(19, 1)], 4),
+    ),
+    Mutant(
+        "tensors-of-the-first-group",
+        "A layer is addressed as the first group is.",
+        edit(KVAccess.tensors, ("[group]", "[0]")),
+        test_group_steps.test_the_default_layer_chooses_the_group_of_every_call,
+    ),
+    Mutant(
+        "layer-of-the-model-in-its-group",
+        "K and V go to the place in their group that the layer has in the model.",
+        edit(KVAccess.write_kv, ("tensors.token_slot, place\n", "tensors.token_slot, (layer or 0) % 2\n")),
+        test_group_steps.test_k_and_v_of_a_layer_go_to_its_group_and_nowhere_else,
+    ),
+    Mutant(
+        "stamps-of-the-first-group",
+        "A step's stamps are written into the first group only.",
+        edit(TorchBackend.write, ("in enumerate(self.layout.groups)", "in enumerate(self.layout.groups[:1])")),
+        partial(contract.every_group_reads_back_what_steps_write, cpu_backend),
+    ),
+    Mutant(
+        "stamps-alike-in-all-groups",
+        "What one group wrote reads as a stamp of another.",
+        edit(StampCode.__init__, ("(group << 40)", "0")),
+        test_groups.test_stamps_are_read_of_their_own_group_only,
+    ),
+    Mutant(
+        "poison-in-another-group",
+        "Freed pages are spoiled where the first group has these numbers.",
+        edit(TorchBackend.poison, ("group(tier, group)", "group(tier, 0)")),
+        test_groups.test_pages_are_poisoned_read_and_loaded_per_group,
+    ),
+    Mutant(
+        "sectors-of-the-layout",
+        "A geometry's sectors are taken for the smaller ones that its pages would need here.",
+        edit(_layout_for, ("pages=geometry.pages * sectors", "pages=geometry.pages")),
+        partial(test_groups.test_a_geometry_keeps_its_page_numbers_and_what_shares_its_bytes, (1, 2)),
     ),
 )
 

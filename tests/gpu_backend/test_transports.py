@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -15,6 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from gpu_backend.stamps import Undefined
 from gpu_backend.transports import (
     Faults,
     FetchTransport,
@@ -33,7 +35,7 @@ from gpu_backend.transports import (
 from gpu_backend.transports.fetches import Source
 from kvstate.backend import Cancelled, Failed, Landed, Outcome, Transport
 from kvstate.ops import FetchBegin
-from kvstate.types import Publication, Record, Segment
+from kvstate.types import Group, Publication, Record, Segment
 from tests.bugs import test_publish_rows
 from tests.gpu_backend.transport_kit import STAMPS_PER_PROCESS, TIMEOUT_S, WAIT_S, Child, Kv, Streets
 
@@ -133,6 +135,73 @@ def test_every_byte_behind_the_own_tokens_lands_and_none_in_front(
     assert con.tokens("r") == kept + pub.tokens("r")[own:]
     con.run(Segment("r", span=3))
     assert con.tokens("r")[:5] == kept + pub.tokens("r")[own:]
+
+
+GROUPS: dict[str, Any] = {
+    "pages": 16,
+    "host_pages": 0,
+    "groups": (Group("full", 192), Group("window", 128, window=5), Group("narrow", 128, window=1)),
+}
+"""Sectors of two pages of the first group, or three of one of the others."""
+
+
+@pytest.mark.parametrize("own", [0, 1, 4, 7, 10])
+@pytest.mark.parametrize("piece_bytes_max", [1, 1 << 20])
+def test_every_group_lands_from_the_first_page_that_its_window_needs(
+    machines: Callable[..., Any], alone: Any, monkeypatch: pytest.MonkeyPatch, own: int, piece_bytes_max: int
+) -> None:
+    monkeypatch.setattr(pages, "PIECE_BYTES_MAX", piece_bytes_max)
+    pub = machines(address="pub", **GROUPS)
+    pub.ingest("r")
+    for span in (3, 1, 7):
+        pub.run(Segment("r", span=span))
+    con = alone(**GROUPS)
+    if own:
+        con.run(Segment("r", span=own))
+    kept = con.tokens("r") if own else []
+    fetch = only(con, pub.publish("r"))
+    assert con.outcome_of(fetch) == Landed()
+    assert fetch.op.firsts[0] == own // 2 and fetch.op.firsts[1] >= 3, "pages that no window needs do not travel"
+    assert con.tokens("r") == kept + pub.tokens("r")[own:]
+    for _ in range(4):
+        con.run(Segment("r", span=3))
+    assert con.tokens("r")[:11] == kept + pub.tokens("r")[own:]
+
+
+def test_a_fetch_that_fails_spoils_every_group(machines: Callable[..., Any], alone: Any) -> None:
+    pub = machines(address="pub", **GROUPS)
+    pub.ingest("r")
+    pub.run(Segment("r", span=11))
+    con = alone(Faults(fail=yes), **GROUPS)
+    con.spoil()
+    fetch = only(con, pub.publish("r"))
+    assert con.transport.wait(timeout_s=WAIT_S)
+    for group, table in enumerate(fetch.op.tables):
+        stop = len(table) * 2
+        assert con.backend.load(group, table, 0, 1) == [Undefined.TORN], "garbage"
+        assert con.backend.load(group, table, stop - 1, stop) == [Undefined.POISON]
+    assert isinstance(con.outcome_of(fetch), Failed)
+
+
+def test_a_publisher_with_other_groups_is_a_failure(pub: Any, alone: Any) -> None:
+    con = alone(**GROUPS)
+    record = pub.publish("r").ranks[0]["main"]
+    named = attrs.evolve(record, pages=record.pages * 3, skipped=(0, 0, 0))
+    outcome = con.outcome_of(only(con, Publication("r", 1, {0: {"main": named}})))
+    assert isinstance(outcome, Failed) and "keeps pages of another geometry" in outcome.error
+
+
+def test_a_record_that_names_a_sink_is_a_failure(machines: Callable[..., Any], alone: Any) -> None:
+    pub = machines(address="pub", **GROUPS)
+    pub.ingest("r")
+    pub.run(Segment("r", span=11))
+    con = alone(**GROUPS)
+    record = pub.publish("r").ranks[0]["main"]
+    # What a publisher with a narrower window publishes.
+    table = record.pages[1]
+    named = attrs.evolve(record, pages=(record.pages[0], (*table[:4], 48, *table[5:]), record.pages[2]))
+    outcome = con.outcome_of(only(con, Publication("r", 1, {0: {"main": named}})))
+    assert isinstance(outcome, Failed) and "does not name pages for 11 tokens of its 48" in outcome.error
 
 
 def test_pages_that_lie_apart_land_in_order(pub: Any, alone: Any) -> None:
@@ -240,16 +309,16 @@ def test_a_cancel_ends_a_copy_after_the_piece_it_is_at(pub: Any, alone: Any, mon
     monkeypatch.setattr(pages, "PIECE_BYTES_MAX", 1)
     con = alone()
     copied: list[int] = []
-    move = Pages._move
+    move = pages.GroupPages._move
 
-    def moved(own: Pages, source: Pages, read: Any, write: Any) -> int:
+    def moved(own: Any, source: Any, read: Any, write: Any) -> int:
         copied.append(len(read))
         con.transport.cancel(fetch)
         return move(own, source, read, write)
 
     started, held = threading.Event(), con.transport.wait_for
     con.transport.wait_for = lambda clock: (started.wait(WAIT_S), held(clock))[1]
-    monkeypatch.setattr(Pages, "_move", moved)
+    monkeypatch.setattr(pages.GroupPages, "_move", moved)
     fetch = only(con, pub.publish("r"))
     started.set()
     assert con.outcome_of(fetch) == Cancelled()
@@ -362,6 +431,7 @@ def victim() -> Iterator[Victim]:
 
 def handles() -> tuple[list[str], list[str]]:
     """Return what this process maps of shared memory, and its open files of the kinds that the transport opens."""
+    gc.collect()  # Managers of earlier tests are in cycles, and their caches are shared memory.
     maps = [line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:kvstate" in line]
     fds = []
     for entry in os.listdir("/proc/self/fd"):
@@ -431,7 +501,7 @@ def test_a_publisher_goes_on_when_a_consumer_was_killed(shared: Any, victim: Vic
 
 def test_an_address_is_taken_once(child: Child) -> None:
     memory = SharedMemory(4096)
-    own = Pages(memory.bytes.view(1, 4096), (1, 2, 2, 1, 512), "bfloat16")
+    own = Pages((pages.GroupPages(memory.bytes.view(1, 4096), (1, 2, 2, 1, 512)),), "bfloat16")
     before = handles()
     with Publisher("taken", memory, own, lambda *_: True), pytest.raises(OSError, match="in use"):
         Publisher("taken", memory, own, lambda *_: True)
@@ -608,15 +678,15 @@ def test_a_copy_ends_at_the_piece_at_which_its_publisher_dies(
 ) -> None:
     monkeypatch.setattr(pages, "PIECE_BYTES_MAX", 1)
     copied: list[int] = []
-    move = Pages._move
+    move = pages.GroupPages._move
 
-    def moved(own: Pages, source: Pages, read: Any, write: Any) -> int:
+    def moved(own: Any, source: Any, read: Any, write: Any) -> int:
         copied.append(len(read))
         victim.child.kill()
         victim.child.process.join(WAIT_S)
         return move(own, source, read, write)
 
-    monkeypatch.setattr(Pages, "_move", moved)
+    monkeypatch.setattr(pages.GroupPages, "_move", moved)
     con = shared()
     outcome = con.outcome_of(only(con, victim.publication))
     assert isinstance(outcome, Failed) and "ended before it had confirmed the copy" in outcome.error

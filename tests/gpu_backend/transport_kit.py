@@ -41,9 +41,10 @@ from gpu_backend.transports.fetches import Job
 from kvstate.backend import Cancelled, Failed, Outcome
 from kvstate.errors import SubmitError
 from kvstate.manager import KVManager
-from kvstate.ops import FetchBegin, Plan
+from kvstate.ops import FetchBegin, Plan, Tier
 from kvstate.prefix import CacheEvent
 from kvstate.testing.judge import EdgeJudge
+from kvstate.testing.memory import nobodys
 from kvstate.types import Geometry
 from tests.bugs import conftest as memory_kit
 
@@ -183,7 +184,7 @@ class Kv(memory_kit.Kv):
         transport: Callable[..., FetchTransport] | None = None,
         head_dim: int = 8,
         layers: int = 2,
-        **sizes: int,
+        **sizes: Any,
     ) -> None:
         given: dict[str, Any] = {"pages": 8, "page_size": 2, "host_pages": 8, **sizes}
         self.geometry = Geometry(**given)
@@ -204,8 +205,8 @@ class Kv(memory_kit.Kv):
             made = transport(pages, self.backend.wait)
         self.transport: Any = made
         self.ended: dict[Any, Outcome] = {}
-        self.events: list[CacheEvent] = []
         self._poll, made.poll = made.poll, self._noted
+        self.events: list[CacheEvent] = []
         self.manager = KVManager(
             self.geometry, self.backend, transport=made, address=address, debug=True, clock=lambda: 0.0,
             events=self.events,
@@ -238,7 +239,7 @@ class Kv(memory_kit.Kv):
         """Write new stamps for every computed token; return what each segment had in front of them."""
         contexts = []
         for place, planned in enumerate(plan.in_step_order):
-            contexts.append([] if planned.sink else self.backend.read(planned.pages, planned.start))
+            contexts.append([] if planned.sink else self.read(planned.tables, planned.start, planned.skipped))
             self.backend.write(plan, place, list(itertools.islice(self._counter, planned.span)))
         return contexts
 
@@ -249,8 +250,12 @@ class Kv(memory_kit.Kv):
 
     def spoiled(self) -> bool:
         """Tell whether no byte of a free device page was written since it was spoiled."""
-        free = self.manager.view().device[0].free
-        return bool((self.backend.memory.cache.bytes[list(free)] == 0xFF).all())
+        groups = self.backend.memory.cache.groups
+        return all(
+            bool((groups[group].bytes[list(pages)] == 0xFF).all())
+            for tier, group, pages in nobodys(self.manager.view())
+            if tier is Tier.DEVICE
+        )
 
     def finish(self) -> None:
         """End everything; then nothing may be missing, no conflict seen, and nothing written that was free."""

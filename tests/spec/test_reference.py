@@ -32,7 +32,6 @@ from kvstate.refusals import (
     WorldSizeMismatch,
 )
 from kvstate.types import (
-    Geometry,
     LabelFork,
     Publication,
     Record,
@@ -44,82 +43,9 @@ from kvstate.types import (
     StreamId,
 )
 from kvstate.view import ClaimView, LeaseView, PartView, PoolView, StateView, StreamView
-from kvstate_spec.reference import Abstract, Reference, StreamAbstract, agrees
+from kvstate_spec.reference import Abstract, agrees
 from kvstate_spec.refinement import abstract_view, difference
-
-
-class Driver:
-    """A reference with handles chosen and tokens made up, so that a test reads like a script."""
-
-    def __init__(self, pages: int = 16, page_size: int = 4, host_pages: int = 0, **worker: Any) -> None:
-        self.ref = Reference(Geometry(pages=pages, page_size=page_size, host_pages=host_pages), **worker)
-        self.serial = 0
-        self.token = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ref, name)
-
-    def handle(self) -> int:
-        self.serial += 1
-        return self.serial
-
-    def admitted(self, step: Step) -> int:
-        handle = self.handle()
-        assert self.ref.admit(step, handle=handle) is None
-        return handle
-
-    def enter(self, lease: int) -> Refusal | None:
-        plan = self.handle()
-        return self.ref.plan(lease, handle=plan) or self.ref.launch_enter(lease, plan=plan)
-
-    def launched(self, step: Step) -> int:
-        lease = self.admitted(step)
-        self.launch(lease)
-        return lease
-
-    def launch(self, lease: int) -> None:
-        assert self.enter(lease) is None
-        self.ref.launch_exit(lease)
-
-    def tokens(self, lease: int) -> list[list[int]]:
-        made = []
-        for segment in self.ref.leases[lease].step.segments if lease in self.ref.leases else ():
-            made.append(list(range(self.token, self.token + segment.span)))
-            self.token += segment.span
-        return made
-
-    def commit(self, lease: int, accepted: list[int] | None = None) -> Any:
-        return self.ref.commit(lease, self.tokens(lease), accepted)
-
-    def stored(self, step: Step, accepted: list[int] | None = None) -> None:
-        outcome = self.commit(self.launched(step), accepted)
-        assert not isinstance(outcome, Refusal)
-
-    def offloaded(self, request: str, **how: bool) -> None:
-        claim = self.handle()
-        assert self.ref.claim_offload(request, handle=claim, **how) is None
-        assert self.ref.commit_offload(claim) is None
-
-    def length(self, request: str = "a", label: str = "main") -> int:
-        return self.ref.abstract().streams[request, label].length
-
-    def stream(self, request: str = "a", label: str = "main") -> StreamAbstract:
-        return self.ref.abstract().streams[request, label]
-
-
-def span(count: int, request: str = "a", label: str = "main") -> Segment:
-    return Segment(request, label, count)
-
-
-def step(*segments: Segment, **rest: Any) -> Step:
-    return Step(segments, **rest)
-
-
-def driver(*requests: str, **geometry: Any) -> Driver:
-    made = Driver(**geometry)
-    for request in requests or ("a",):
-        assert made.ingest(request) is None
-    return made
+from tests.spec.sectors import Driver, driver, of_one_group, span, step
 
 
 def published(length: int, *, label: str = "main", world_size: int = 1, rank: int = 0, **changes: Any) -> Publication:
@@ -157,10 +83,10 @@ def test_a_label_exists_from_the_commit_that_opens_it_and_a_span_of_zero_opens_n
 def test_a_stream_needs_the_pages_of_its_in_step_length_and_uses_surplus_first() -> None:
     d = driver()
     d.stored(step(span(10)), accepted=[3])
-    assert d.stream() == StreamAbstract(3, 0, "OnDevice", 1, 2, (0,), ())
+    assert d.stream() == of_one_group(3, "OnDevice", 1, 2, (0,))
     free = d.device_free
     d.stored(step(span(9)))
-    assert (d.stream().content_pages, d.stream().surplus_pages, d.device_free) == (3, 0, free)
+    assert (d.stream().content_pages, d.stream().surplus_pages, d.device_free) == ((3,), (0,), free)
 
 
 def test_several_segments_on_one_stream_add_up() -> None:
@@ -226,7 +152,7 @@ def test_a_pre_fork_is_seen_by_the_segments_and_copies_a_partly_filled_page() ->
     d.stored(step(span(6)))
     d.stored(step(span(1, label="x"), pre_forks=(LabelFork("main", "x"),)))
     assert d.contents()["a", "x"] == (0, 1, 2, 3, 4, 5, 6)
-    assert (d.stream().device, d.stream(label="x").device) == ((0, 1), (0, 2))
+    assert (d.stream().device, d.stream(label="x").device) == (((0, 1),), ((0, 2),))
 
 
 def test_a_pre_fork_from_nothing_does_nothing_unless_its_source_grows_in_this_step() -> None:
@@ -240,9 +166,9 @@ def test_a_pre_fork_from_nothing_does_nothing_unless_its_source_grows_in_this_st
 def test_a_fork_targets_content_leaves_and_its_surplus_stays_and_serves() -> None:
     d = driver("a", "b")
     d.stored(step(span(8, "b"), span(3)), accepted=[4, 3])
-    assert (d.stream("b").content_pages, d.stream("b").surplus_pages, d.device_free) == (1, 1, 13)
+    assert (d.stream("b").content_pages, d.stream("b").surplus_pages, d.device_free) == ((1,), (1,), 13)
     d.stored(step(pre_forks=(StreamFork(StreamId("a"), StreamId("b")),)))
-    assert (d.stream("b").length, d.stream("b").surplus_pages, d.device_free) == (3, 0, 14)
+    assert (d.stream("b").length, d.stream("b").surplus_pages, d.device_free) == (3, (0,), 14)
 
 
 def test_a_post_fork_copies_what_is_stored_after_acceptance_and_retention() -> None:
@@ -301,7 +227,7 @@ def test_fewer_accepted_tokens_make_the_rows_above_void() -> None:
     first, second = d.launched(step(span(4))), d.launched(step(span(4)))
     assert d.commit(first, [3]) == ()
     assert d.commit(second) == (0,)
-    assert (d.length(), d.stream().surplus_pages, d.device_free) == (3, 0, 15)
+    assert (d.length(), d.stream().surplus_pages, d.device_free) == (3, (0,), 15)
 
 
 def test_rows_admitted_over_a_void_row_count() -> None:
@@ -406,7 +332,7 @@ def test_an_uncommitted_span_gives_surplus_back() -> None:
     d = driver()
     d.stored(step(span(8)), accepted=[1])
     d.stored(step(span(8), commit=False))
-    assert (d.stream().surplus_pages, d.device_free) == (1, 14)
+    assert (d.stream().surplus_pages, d.device_free) == ((1,), 14)
 
 
 def test_a_post_fork_with_a_void_source_is_dropped_and_so_are_those_that_copy_its_target() -> None:
@@ -446,7 +372,7 @@ def test_retention_drops_whole_pages_behind_the_protected_ones() -> None:
     d.stored(step(span(18)))
     # (18 - 5) // 4 - 1 = 2 pages leave from page 1 on.
     assert d.contents()["a", "main"] == (0, 1, 2, 3, *range(12, 18))
-    assert (d.stream().released, d.stream().content_pages, d.device_free) == (8, 3, 13)
+    assert (d.stream().released, d.stream().content_pages, d.device_free) == (8, (3,), 13)
 
 
 def test_retention_of_the_step_replaces_that_of_the_config() -> None:
@@ -499,7 +425,7 @@ def test_offload_moves_content_and_reload_brings_it_back_with_its_sharing() -> N
     d = driver(host_pages=8)
     d.stored(step(span(7), post_forks=(LabelFork("main", "x"),)))
     device, contents = {k: s.device for k, s in d.abstract().streams.items()}, d.contents()
-    assert set(device.values()) == {(0, 1), (0, 2)}
+    assert set(device.values()) == {((0, 1),), ((0, 2),)}
     d.offloaded("a")
     assert (d.device_free, d.host_free) == (16, 5)
     assert {k: s.host for k, s in d.abstract().streams.items()} == device
@@ -555,7 +481,7 @@ def test_reload_takes_the_extra_pages_with_it() -> None:
     # 2 pages of content, 1 for the ninth token, 1 for x, 1 for y's partly filled page.
     assert d.device_free == 11
     d.commit_reload(claim)
-    assert (d.stream().surplus_pages, d.device_free) == (1, 11)
+    assert (d.stream().surplus_pages, d.device_free) == ((1,), 11)
     lease = d.admitted(extra_without_b := step(*extra.segments[:2], pre_forks=extra.pre_forks))
     assert d.device_free == 11, extra_without_b
     d.abort(lease)
@@ -681,7 +607,7 @@ def test_a_cancelled_fetch_leaves_all_as_before_once_it_is_confirmed() -> None:
     before = d.abstract()
     d.claim_retrieve("a", published(9, label="x"), ["x"], handles={"x": (fetch := d.handle())})
     assert d.cancel_retrieve("a") == (fetch,)
-    assert d.device_free == before.device_free - 3
+    assert d.device_free == 16 - 2 - 3
     assert d.cancelled(fetch) is None
     assert d.abstract() == before
     assert set(d.ref.requests["a"].streams) == {"main"}
@@ -705,7 +631,7 @@ def test_reset_without_freeing_keeps_the_pages_that_have_no_other_owner() -> Non
     d = driver("a", "b")
     d.stored(step(span(7), post_forks=(StreamFork(StreamId("a"), StreamId("b")),)))
     d.reset("a", free=False)
-    assert d.stream() == StreamAbstract(0, 0, "OnDevice", 0, 1, (), ())
+    assert d.stream() == of_one_group(0, "OnDevice", 0, 1)
     assert d.device_free == 13
 
 
@@ -765,13 +691,27 @@ def stream_view(label: str, **changes: Any) -> StreamView:
         fork_pending=False,
         written=nothing,
         used=nothing,
+        skipped=(0,),
+        keyed=0,
+        stale=False,
     )
     return attrs.evolve(blank, **changes)
 
 
 def state_view(*streams: StreamView, leases: Any = (), claims: Any = ()) -> StateView:
-    pool = PoolView(free=(1, 2, 3), owners=(), sealed=(), fences=())
-    return StateView(4, (pool,), (pool,), (("a", 1),), streams, (), leases, claims)
+    found = ((72, "aa"), (98, "bb"), (99, "cc"))
+    pool = PoolView(free=(1, 2, 3), owners=(0, 2, 0), sealed=(), fences=(), cached=(99, 98), keys=found)
+    return StateView(
+        page_size=4,
+        device=(pool,),
+        host=(attrs.evolve(pool, cached=(), keys=()),),
+        requests=(("a", 1),),
+        streams=streams,
+        detached=(),
+        leases=leases,
+        claims=claims,
+        key_epoch=3,
+    )
 
 
 def test_the_view_of_a_machine_means_what_the_reference_says() -> None:
@@ -782,14 +722,17 @@ def test_the_view_of_a_machine_means_what_the_reference_says() -> None:
         leases=(LeaseView(4, "planned", 0, False, (), (1,)),),
     )
     assert abstract_view(shared) == Abstract(
-        3,
-        3,
+        (1,),
+        (1,),
         {
-            ("a", "main"): StreamAbstract(5, 0, "OnDevice", 2, 0, (0, 1), ()),
-            ("a", "y"): StreamAbstract(5, 0, "OnDevice", 2, 1, (0, 2), ()),
+            ("a", "main"): of_one_group(5, "OnDevice", 2, 0, (0, 1)),
+            ("a", "y"): of_one_group(5, "OnDevice", 2, 1, (0, 2)),
         },
         {4: ("planned", (1,))},
         {},
+        {(0, "aa"): 2, (0, "bb"): None, (0, "cc"): None},
+        (("cc", "bb"),),
+        3,
     )
 
 
@@ -801,15 +744,15 @@ def test_pages_of_a_moving_stream_count_as_its_own_wherever_they_stand(with_clai
         moving = stream_view("main", residency=residency, holder=6, **({} if with_claim else tables))
         view = state_view(moving, claims=(ClaimView(6, "move", "a", 1, (part,), ""),))
         surplus = 1 if residency == "Offloading" else 0
-        expected = StreamAbstract(5, 0, residency, len(device), surplus, device, host)
+        expected = of_one_group(5, residency, len(device), surplus, device, host)
         assert abstract_view(view).streams == {("a", "main"): expected}
 
 
 def test_a_difference_is_named_by_its_first_field() -> None:
-    stream = StreamAbstract(5, 0, "OnDevice", 2, 0, (0, 1), ())
-    one = Abstract(3, 3, {("a", "main"): stream}, {4: ("planned", ())}, {})
+    stream = of_one_group(5, "OnDevice", 2, 0, (0, 1))
+    one = Abstract((3,), (3,), {("a", "main"): stream}, {4: ("planned", ())}, {})
     assert difference(one, one) is None
-    assert difference(one, attrs.evolve(one, host_free=2)) == "host_free: the machine has 3, the reference 2"
+    assert difference(one, attrs.evolve(one, host_owned=(2,))) == "host_owned: the machine has (3,), the reference (2,)"
     other = attrs.evolve(one, streams={("a", "main"): attrs.evolve(stream, length=6)})
     assert difference(one, other) == "streams[('a', 'main')].length: the machine has 5, the reference 6"
     assert difference(one, attrs.evolve(one, leases={})) == "leases[4]: only the machine has it"
@@ -939,11 +882,12 @@ class Walk(Driver):
         ref, size = self.ref, self.ref.geometry.page_size
         assert 0 <= ref.device_free <= ref.geometry.pages
         assert 0 <= ref.host_free <= ref.geometry.host_pages
-        tails: list[int] = []
+        tails: list[Any] = []
         for s in ref.streams():
-            table = s.host if s.residency in ("OnHost", "Reloading") else s.image.content
-            assert len(table) == -(-len(s.image.tokens) // size), s.id
-            tails += s.image.surplus + (s.image.content[-1:] if len(s.image.tokens) % size else [])
+            tables = s.host if s.residency in ("OnHost", "Reloading") else s.image.content
+            assert [len(table) for table in tables] == [-(-len(s.image.tokens) // size)] * len(tables), s.id
+            for group, table in enumerate(s.image.content):
+                tails += s.image.surplus[group] + (table[-1:] if len(s.image.tokens) % size else [])
             self.seen.add(s.residency)
         assert len(tails) == len(set(tails)), "two streams would write one page"
         for request in ref.requests.values():
