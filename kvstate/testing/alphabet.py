@@ -26,6 +26,7 @@ from kvstate.types import (
     StreamFork,
     StreamId,
 )
+from kvstate.view import StreamView
 
 T = TypeVar("T")
 
@@ -180,10 +181,21 @@ def _step(node: Node, choose: Chooser) -> Step:
     )
 
 
+def _keyable(node: Node) -> list[StreamView]:
+    """Return the streams that have whole pages to key."""
+    size = node.subject.capacities.page_size
+    return [
+        s
+        for s in node.now.streams
+        if s.residency == "OnDevice" and s.length - s.keyed * size >= size and not (s.stale or s.released)
+        if node.honest(s.request, s.label)
+    ]
+
+
 def _key(node: Node, choose: Chooser) -> Any:
     """Key what a stream stores, mostly all of it; mostly of one that has whole pages without keys."""
     size = node.subject.capacities.page_size
-    open_ = [s for s in node.now.streams if s.length - s.keyed * size >= size and node.honest(s.request, s.label)]
+    open_ = _keyable(node)
     if open_ and not chance(choose, 10):
         found = pick(choose, open_)
         stream = StreamId(found.request, found.label)
@@ -336,7 +348,7 @@ ALPHABET: tuple[Letter, ...] = (
     Letter("fail_fetch", 3, lambda n: bool(n.fetches), lambda n, c: n.fail_fetch(pick(c, n.fetches))),
     Letter("cancel_retrieve", 8, lambda n: bool(n.fetches), lambda n, c: n.cancel_retrieve(_request(n, c))),
     Letter("confirm_cancel", 16, lambda n: bool(_cancelled(n)), lambda n, c: n.confirm_cancel(pick(c, _cancelled(n)))),
-    Letter("key", 14, lambda n: any(s.length for s in n.now.streams), _key),
+    Letter("key", 10, lambda n: any(s.length for s in n.now.streams), _key),
     Letter("reset_prefix_cache", 1, _found, lambda n, c: n.reset_prefix_cache()),
     Letter("reset", 4, _busy, lambda n, c: n.reset(_request(n, c), free=not chance(c, 50))),
     Letter("remove", 4, _busy, lambda n, c: n.remove(_request(n, c))),
@@ -355,7 +367,9 @@ def advance(node: Node, choose: Chooser) -> Any:
             return node.launch_enter(node.plan_of(item))
         if item.status is Status.ENTERED:
             return node.launch_exit(item)
-        return node.commit(item, _accepted(item, choose))
+        committed = node.commit(item, _accepted(item, choose))
+        # As a server does that has a prefix cache: what a step filled is keyed at once.
+        return _key(node, choose) if _keyable(node) and chance(choose, 50) else committed
     if isinstance(item, Fetch):
         return node.land(item)
     return node.commit_claim(item) if item.failure is None else node.abandon(item)
