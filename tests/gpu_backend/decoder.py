@@ -93,12 +93,17 @@ class Decoder:
 
         return self(words, range(len(words)), attend)
 
-    def continued(self, words: Sequence[int], count: int) -> list[int]:
-        """Return the next `count` words, each the likeliest, computed without any cache."""
+    def continued(self, words: Sequence[int], count: int, place: int = 0) -> list[int]:
+        """Return the next `count` words, each `place` behind the likeliest, computed without any cache."""
         history = list(words)
         for _ in range(count):
-            history.append(int(self.without_cache(history)[-1].argmax()))
+            history.append(likeliest(self.without_cache(history)[-1], place))
         return history[len(words) :]
+
+
+def likeliest(logits: Tensor, place: int = 0) -> int:
+    """Return the word that is `place` places behind the likeliest one."""
+    return int(logits.topk(place + 1).indices[place])
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -4,9 +4,6 @@ One set of processes runs every scenario of its world size in sequence, on the s
 one rank a collective behind would make the next ones fail or hang.
 """
 
-import json
-import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -21,7 +18,6 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from gpu_backend.host_size import HostPoolWarning
 from gpu_backend.ranks import NotDistributed, RanksDiverge, _divergence, agree_pages, validate_ranks
@@ -30,9 +26,7 @@ from kvstate.ops import Plan
 from kvstate.state import Lease
 from kvstate.testing.memory import MemoryBackend
 
-COLLECTIVE_LIMIT_S = 60
-PROCESSES_LIMIT_S = 180
-
+from .processes import run_ranks
 
 # -- managers
 
@@ -201,21 +195,10 @@ def told(call: Callable[[], Any]) -> dict[str, Any]:
     return outcome
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
-    """Run every scenario as one rank and write down how each ended."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=COLLECTIVE_LIMIT_S),
-    )
+def run_scenarios(rank: int, world: int) -> dict[str, Any]:
+    """Run every scenario as one rank and say how each ended."""
     seat = Seat(rank, world)
-    outcomes = {name: told(lambda scenario=scenario: scenario(seat)) for name, scenario in SCENARIOS.items()}
-    dist.destroy_process_group()
-    Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
+    return {name: told(lambda scenario=scenario: scenario(seat)) for name, scenario in SCENARIOS.items()}
 
 
 class Ranks:
@@ -253,18 +236,7 @@ class Ranks:
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     world: int = request.param
-    folder = tmp_path_factory.mktemp(f"ranks{world}")
-    deadline = time.monotonic() + PROCESSES_LIMIT_S
-    context = mp.start_processes(run_rank, (world, str(folder)), nprocs=world, join=False, start_method="spawn")
-    try:
-        while not context.join(timeout=max(0.0, deadline - time.monotonic())):
-            assert time.monotonic() < deadline, f"{world} ranks did not end within {PROCESSES_LIMIT_S} s"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    return Ranks([json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)])
+    return Ranks(run_ranks(run_scenarios, world, tmp_path_factory.mktemp(f"ranks{world}")))
 
 
 # -- agreeing
