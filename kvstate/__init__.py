@@ -3,11 +3,9 @@
 See ``docs/`` and ``spec/README.md``. This package is pure Python and imports no tensor library.
 """
 
-from kvstate.loop import serve
 from kvstate.manager import KVManager, Launch, admit_all
 from kvstate.refusals import Kind, Refusal
-from kvstate.requests import GenerationRequest, Output
-from kvstate.scheduler import Scheduler
+from kvstate.scheduler import GenerationRequest, Output, Scheduler, serve
 from kvstate.types import (
     Geometry,
     Group,

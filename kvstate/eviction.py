@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import attrs
 
 from kvstate.manager import KVManager
-from kvstate.reasons import Reason
 from kvstate.refusals import HostExhausted, NoHostPool, Refusal
+from kvstate.scheduler.reasons import Reason
 from kvstate.state import OffloadClaim
 from kvstate.types import Segment, Step, StreamFork
 

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvstate
-from kvstate.batch import Blocked
 from kvstate.cli import COMMANDS, Exit, main
 from kvstate.cli import run as run_module
 from kvstate.ops import CopyIn, Op
 from kvstate.refusals import PagesExhausted
+from kvstate.scheduler.batch import Blocked
 from kvstate.testing.drive import Stopped, Undecided
 from kvstate.testing.memory import MemoryBackend
 

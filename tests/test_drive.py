@@ -11,12 +11,12 @@ import pytest
 
 from kvstate import prefix
 from kvstate.errors import KVStateError, Poisoned
-from kvstate.loop import Sampled
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, ForkCopy, Op, Plan, StepEnd
 from kvstate.ordering import NOTHING
 from kvstate.refusals import PagesExhausted
-from kvstate.requests import GenerationRequest
+from kvstate.scheduler.loop import Sampled
+from kvstate.scheduler.requests import GenerationRequest
 from kvstate.testing.drive import (
     MeteredJudge,
     Report,

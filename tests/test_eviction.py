@@ -9,8 +9,8 @@ import pytest
 from kvstate.eviction import Relief, Starved, relieve
 from kvstate.manager import KVManager
 from kvstate.ops import CopyOut, Op
-from kvstate.reasons import Reason
 from kvstate.refusals import HostExhausted
+from kvstate.scheduler.reasons import Reason
 from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry, Segment, Step, StreamFork, StreamId

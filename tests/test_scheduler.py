@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from kvstate.batch import Batch, BatchOutOfOrder, Blocked, Idle, InFlight
-from kvstate.demand import largest_chunk, largest_fork, pages_at_most
 from kvstate.errors import Refused
-from kvstate.loop import Sampled, Stopped, serve
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, Plan, StepBegin
-from kvstate.reasons import Reason
 from kvstate.refusals import ManagerClosed
-from kvstate.requests import Finish, GenerationRequest, Output, Phase, Work
 from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch, BatchOutOfOrder, Blocked, Idle, InFlight
+from kvstate.scheduler.demand import largest_chunk, largest_fork, pages_at_most
+from kvstate.scheduler.loop import Sampled, Stopped, serve
+from kvstate.scheduler.reasons import Reason
+from kvstate.scheduler.requests import Finish, GenerationRequest, Output, Phase, Work
+from kvstate.scheduler.waiting import Waiting
 from kvstate.testing.engine import StampModel, expected, logprob_of
 from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry, Group, RequestConfig, RetentionPolicy
-from kvstate.waiting import Waiting
 from tests.bugs.scheduling import Serving
 
 # -- requests

@@ -14,12 +14,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvstate.batch import Batch
 from kvstate.cli import Exit
 from kvstate.manager import KVManager
 from kvstate.refusals import Refusal
-from kvstate.requests import GenerationRequest
 from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch
+from kvstate.scheduler.requests import GenerationRequest
 from kvstate.state import Lease
 from kvstate.testing.null_backend import NullBackend
 from kvstate.types import Geometry, Segment, Step

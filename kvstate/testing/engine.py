@@ -11,10 +11,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from kvstate.batch import Batch
-from kvstate.loop import Sampled
 from kvstate.ops import Plan, PlanView
-from kvstate.requests import Finish, GenerationRequest
+from kvstate.scheduler.batch import Batch
+from kvstate.scheduler.loop import Sampled
+from kvstate.scheduler.requests import Finish, GenerationRequest
 from kvstate.testing.backends import StampedBackend
 from kvstate.types import Geometry
 

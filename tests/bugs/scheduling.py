@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvstate.batch import Batch, Update
 from kvstate.eviction import Starved, relieve
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, Op
-from kvstate.reasons import Reason
-from kvstate.requests import Added, GenerationRequest, Output
 from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch, Update
+from kvstate.scheduler.reasons import Reason
+from kvstate.scheduler.requests import Added, GenerationRequest, Output
 from kvstate.testing.engine import StampModel, expected
 from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import MemoryBackend, nobodys

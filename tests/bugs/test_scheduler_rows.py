@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from kvstate.batch import Batch, Blocked, Idle, InFlight
-from kvstate.reasons import Reason
 from kvstate.refusals import PagesExhausted, TooLarge
-from kvstate.requests import Added, DuplicateRequest, EmptyPrompt, Finish, GenerationRequest, NothingToGenerate, Phase
+from kvstate.scheduler.batch import Batch, Blocked, Idle, InFlight
+from kvstate.scheduler.reasons import Reason
+from kvstate.scheduler.requests import (
+    Added,
+    DuplicateRequest,
+    EmptyPrompt,
+    Finish,
+    GenerationRequest,
+    NothingToGenerate,
+    Phase,
+)
 from tests.bugs import scheduling
 from tests.bugs.scheduling import Serving
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gpu_backend.attention import paged_attention
 from gpu_backend.backend import TorchBackend
-from kvstate.batch import Batch
-from kvstate.loop import Sampled, serve
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
-from kvstate.requests import Finish, GenerationRequest, Output
 from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch
+from kvstate.scheduler.loop import Sampled, serve
+from kvstate.scheduler.requests import Finish, GenerationRequest, Output
 from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import nobodys
 

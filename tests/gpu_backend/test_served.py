@@ -10,7 +10,7 @@ with warnings.catch_warnings():
     pytest.importorskip("torch")
 
 from kvstate.ordering import Queue
-from kvstate.requests import Finish
+from kvstate.scheduler.requests import Finish
 
 from .model import Service
 from .test_decoder import KINDS

@@ -62,7 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Q2-only-finish",
         "who waits behind an eviction is let in when an active request finishes, not when it is cancelled or fails",
         edit(
-            "roster.Roster.end",
+            "scheduler.roster.Roster.end",
             (
                 "unbar_after_end(self.waiting)",
                 "finish in (Finish.LENGTH, Finish.STOP) and unbar_after_end(self.waiting)",
@@ -74,7 +74,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "Q3-late",
         "the token of a step in flight is given to a request that has left, or was set back",
         edit(
-            "settling.settle",
+            "scheduler.settling.settle",
             ("not dropped and logprobs is None", "logprobs is None"),
             ("frozenset(dropped)", "frozenset()"),
         ),
@@ -85,7 +85,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "a request that comes back counts as the newest",
         both(
             edit("eviction.newest_first", ("sorted(starved, key=lambda one: one.rank, reverse=True)", "starved[::-1]")),
-            edit("roster.Roster.activate", ("insort(self.active, work, key=_rank)", "self.active.append(work)")),
+            edit(
+                "scheduler.roster.Roster.activate", ("insort(self.active, work, key=_rank)", "self.active.append(work)")
+            ),
         ),
         by_hand=scheduling.the_restored_one_is_not_the_victim_again,
     ),
@@ -106,19 +108,19 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "Q20-kept",
         "the token in flight of a victim counts as stored",
-        edit("roster.Roster.offloaded", ("work.ahead = 0", "work.stored += work.ahead")),
+        edit("scheduler.roster.Roster.offloaded", ("work.ahead = 0", "work.stored += work.ahead")),
         layers="crash output",
     ),
     Mutant(
         "Q20-placeholder",
         "a restored victim is fed the placeholder of the token that was in flight",
-        edit("roster.Roster.offloaded", ("work.ahead = 0", "pass"), ("work.pending = False", "pass")),
+        edit("scheduler.roster.Roster.offloaded", ("work.ahead = 0", "pass"), ("work.pending = False", "pass")),
         layers="crash output",
     ),
     Mutant(
         "Q12-forks",
         "samples that were forked in a step that did not count are taken for forked",
-        edit("settling._settle_each", ("forked.get(who.key, 0)", "work.stored")),
+        edit("scheduler.settling._settle_each", ("forked.get(who.key, 0)", "work.stored")),
         layers="crash output",
     ),
     Mutant(
@@ -137,7 +139,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "promise-together",
         "requests that share all their pages each wait for the other to leave",
         edit(
-            "scheduler.Scheduler._last_resort",
+            "scheduler.scheduler.Scheduler._last_resort",
             ("if starved and self._relieve(starved, trial.notes, together=True):", "if False:"),
         ),
         by_hand=scheduling.those_who_share_all_their_pages_leave_together,
@@ -145,13 +147,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "promise-reload",
         "a copy from the host that fails is tried again for ever",
-        edit("passes.Pass.restore", ("work.reload_failures < RELOADS_FAILED_MAX", "True")),
+        edit("scheduler.passes.Pass.restore", ("work.reload_failures < RELOADS_FAILED_MAX", "True")),
         by_hand=scheduling.a_copy_that_always_fails_is_given_up,
     ),
     Mutant(
         "promise-limit",
         "one token more is computed ahead than is allowed",
-        edit("drafting.draft", ("known + 1 >= work.limit", "known >= work.limit")),
+        edit("scheduler.drafting.draft", ("known + 1 >= work.limit", "known >= work.limit")),
         by_hand=scheduling.nothing_is_computed_behind_the_last_token,
     ),
 )

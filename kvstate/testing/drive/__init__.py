@@ -6,7 +6,7 @@ The rooms::
     arrivals   the workload becomes requests; every eighth asks for two samples
     model      writes stamps, reads the pages back, compares, samples from what it has read
     ledger     what came out, and what was left
-    threads    the loop with the model on a thread of its own; else it is that of `kvstate.loop`
+    threads    the loop with the model on a thread of its own; else it is that of `kvstate.scheduler.loop`
     demand     how much memory a workload would use
     meters     what is counted
 """
@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from kvstate.loop import Stopped, serve
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, CopyOut
-from kvstate.requests import GenerationRequest, Output
+from kvstate.scheduler.loop import Stopped, serve
+from kvstate.scheduler.requests import GenerationRequest, Output
 from kvstate.testing.backends import StampedBackend
 from kvstate.testing.drive.arrivals import Arrivals, key_of, request_of, samples_of
 from kvstate.testing.drive.chain import Scripts

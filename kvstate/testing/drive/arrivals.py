@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from kvstate.refusals import Refusal
-from kvstate.requests import GenerationRequest, Output, refused_output
+from kvstate.scheduler.requests import GenerationRequest, Output, refused_output
 from kvstate.testing.drive.meters import MeteredScheduler
 from kvstate.workload import TraceRequest, prompt_tokens
 

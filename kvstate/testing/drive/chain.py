@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from kvstate.requests import GenerationRequest
+from kvstate.scheduler.requests import GenerationRequest
 
 GENESIS = 1
 """The stamp in front of a prompt."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvstate.batch import Batch
-from kvstate.demand import fits, pages_at_most, sectors_of
-from kvstate.loop import Sampled, serve
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
-from kvstate.requests import GenerationRequest
+from kvstate.scheduler.batch import Batch
+from kvstate.scheduler.demand import fits, pages_at_most, sectors_of
+from kvstate.scheduler.loop import Sampled, serve
+from kvstate.scheduler.requests import GenerationRequest
 from kvstate.testing.drive.arrivals import Arrivals, key_of, samples_of
 from kvstate.testing.drive.meters import MeteredScheduler
 from kvstate.testing.null_backend import NullBackend

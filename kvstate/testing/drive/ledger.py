@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 
 from kvstate.manager import KVManager
-from kvstate.requests import Finish, Output
+from kvstate.scheduler.requests import Finish, Output
 from kvstate.testing.drive.arrivals import key_of, samples_of
 from kvstate.testing.drive.chain import Scripts
 

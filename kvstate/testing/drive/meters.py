@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvstate.backend import Backend
-from kvstate.batch import Batch, Scheduled, Update
 from kvstate.ops import CopyIn, CopyOut, Op
 from kvstate.ordering import Clock
-from kvstate.reasons import Reason
 from kvstate.refusals import Refusal
 from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch, Scheduled, Update
+from kvstate.scheduler.reasons import Reason
 from kvstate.testing.judge import EdgeJudge
 
 RESETS = frozenset(reason for reason in Reason if reason.name.startswith("RESET_"))

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from kvstate.batch import Batch, Entry
-from kvstate.loop import Sampled
 from kvstate.ops import Plan, PlanView
-from kvstate.reasons import Reason
+from kvstate.scheduler.batch import Batch, Entry
+from kvstate.scheduler.loop import Sampled
+from kvstate.scheduler.reasons import Reason
 from kvstate.testing.backends import StampedBackend
 from kvstate.testing.drive.chain import GENESIS, Script, chain, draw
 from kvstate.types import Geometry

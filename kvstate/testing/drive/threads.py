@@ -12,14 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from kvstate.batch import Batch, Blocked, Idle
 from kvstate.errors import KVStateError, Refused
-from kvstate.loop import Stopped
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
 from kvstate.refusals import StalePlan
-from kvstate.requests import Output
 from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch, Blocked, Idle
+from kvstate.scheduler.loop import Stopped
+from kvstate.scheduler.requests import Output
 from kvstate.state import Lease
 from kvstate.testing.drive.model import ChainModel, Job
 
@@ -36,7 +36,7 @@ class Undecided(KVStateError):
 def serve_on_two_threads(
     scheduler: Scheduler, model: ChainModel, *, between: Callable[[], Iterable[Output]] = tuple
 ) -> Iterator[Output]:
-    """Yield the output of each sample as it ends, as `kvstate.loop.serve` does; the scheduler is asynchronous.
+    """Yield the output of each sample as it ends, as `kvstate.serve` does; the scheduler is asynchronous.
 
     Raises
     ------

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvstate.batch import Batch, Idle, Update
-from kvstate.reasons import Reason
-from kvstate.requests import Finish, Phase, Work
+from kvstate.scheduler.batch import Batch, Idle, Update
+from kvstate.scheduler.reasons import Reason
+from kvstate.scheduler.requests import Finish, Phase, Work
 from kvstate.types import Geometry
 
 BY_HAND = (Reason.EXPELLED, Reason.NOT_READY, Reason.RESET_REFUSED)

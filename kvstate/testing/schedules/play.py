@@ -7,14 +7,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from kvstate.batch import Batch, Blocked, Idle, InFlight, Update
-from kvstate.demand import fits, pages_at_most
 from kvstate.errors import SubmitError
 from kvstate.manager import KVManager
 from kvstate.ops import CopyIn, CopyOut, ForkCopy, Op, Plan, StepBegin
 from kvstate.refusals import Refusal, TooLarge
-from kvstate.requests import Added, Finish, GenerationRequest, Output
 from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch, Blocked, Idle, InFlight, Update
+from kvstate.scheduler.demand import fits, pages_at_most
+from kvstate.scheduler.requests import Added, Finish, GenerationRequest, Output
 from kvstate.state import Lease
 from kvstate.testing import backends
 from kvstate.testing.engine import StampModel, logprob_of

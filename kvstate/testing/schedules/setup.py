@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from kvstate.requests import GenerationRequest, Output
+from kvstate.scheduler.requests import GenerationRequest, Output
 from kvstate.testing.engine import VOCABULARY, expected
 from kvstate.types import Geometry, Group
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvstate.batch import Batch, Update
-from kvstate.drafting import Draft
 from kvstate.manager import KVManager
-from kvstate.reasons import Notes, Reason, decisions
 from kvstate.refusals import Refusal
-from kvstate.requests import Finish, Output, Work
-from kvstate.roster import Roster
+from kvstate.scheduler.batch import Batch, Update
+from kvstate.scheduler.drafting import Draft
+from kvstate.scheduler.reasons import Notes, Reason, decisions
+from kvstate.scheduler.requests import Finish, Output, Work
+from kvstate.scheduler.roster import Roster
 
 
 class Engine(Protocol):

@@ -7,12 +7,12 @@ from functools import cached_property
 
 import attrs
 
-from kvstate.drafting import Draft
 from kvstate.errors import KVStateError
 from kvstate.ops import Plan
-from kvstate.reasons import Decision, Notes, Reason, decisions
 from kvstate.refusals import Refusal
-from kvstate.requests import Output, Work
+from kvstate.scheduler.drafting import Draft
+from kvstate.scheduler.reasons import Decision, Notes, Reason, decisions
+from kvstate.scheduler.requests import Output, Work
 from kvstate.state import Lease
 
 

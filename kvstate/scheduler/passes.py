@@ -7,14 +7,14 @@ from typing import Protocol
 
 import attrs
 
-from kvstate.batch import Batch
-from kvstate.drafting import Draft, draft, fit, step_of
 from kvstate.manager import KVManager
 from kvstate.prefix import Key
-from kvstate.reasons import Notes, Reason
 from kvstate.refusals import Kind, ManagerClosed, ManagerPoisoned, PagesExhausted, PrefixLost, Refusal
-from kvstate.requests import Finish, Output, Phase, Work
-from kvstate.roster import Roster
+from kvstate.scheduler.batch import Batch
+from kvstate.scheduler.drafting import Draft, draft, fit, step_of
+from kvstate.scheduler.reasons import Notes, Reason
+from kvstate.scheduler.requests import Finish, Output, Phase, Work
+from kvstate.scheduler.roster import Roster
 from kvstate.state import Lease, ReloadClaim
 from kvstate.types import Step
 

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import attrs
 
-from kvstate.batch import Batch, Blocked, Idle
 from kvstate.errors import KVStateError, Poisoned, SubmitError
 from kvstate.ops import Plan
 from kvstate.refusals import Refusal
-from kvstate.requests import GenerationRequest, Output, Phase, refused_output
-from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch, Blocked, Idle
+from kvstate.scheduler.requests import GenerationRequest, Output, Phase, refused_output
+from kvstate.scheduler.scheduler import Scheduler
 
 LAUNCHES_FAILED_MAX = 3
 """Launches that fail in a row before the requests of the batch fail too."""

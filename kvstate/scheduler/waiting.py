@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from kvstate.requests import Phase, Work
+from kvstate.scheduler.requests import Phase, Work
 
 
 class Waiting:

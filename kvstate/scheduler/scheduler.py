@@ -17,27 +17,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvstate.batch import Batch, BatchOutOfOrder, Blocked, Idle, InFlight, Scheduled, Update
-from kvstate.drafting import Draft
 from kvstate.errors import Refused
 from kvstate.eviction import relieve
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
-from kvstate.passes import Chosen, Pass
-from kvstate.reasons import Decision, Notes, Reason, decisions
 from kvstate.refusals import NotLaunched, OutOfOrder, Refusal
-from kvstate.requests import Added, Finish, GenerationRequest, Output, Phase, Work
-from kvstate.roster import Roster
-from kvstate.settling import settle
+from kvstate.scheduler.batch import Batch, BatchOutOfOrder, Blocked, Idle, InFlight, Scheduled, Update
+from kvstate.scheduler.drafting import Draft
+from kvstate.scheduler.passes import Chosen, Pass
+from kvstate.scheduler.reasons import Decision, Notes, Reason, decisions
+from kvstate.scheduler.requests import Added, Finish, GenerationRequest, Output, Phase, Work
+from kvstate.scheduler.roster import Roster
+from kvstate.scheduler.settling import settle
+from kvstate.scheduler.steady import Steady
 from kvstate.state import Lease
-from kvstate.steady import Steady
 
 
 class Scheduler:
     """Decides what each step computes, who waits and who leaves.
 
     Used by one thread. Requests are added; then, over and over, `schedule` gives a batch, its plan is launched and the
-    tokens that were sampled go to `update`; `kvstate.loop.serve` is that loop. Asynchronously, a batch may be scheduled
+    tokens that were sampled go to `update`; `kvstate.serve` is that loop. Asynchronously, a batch may be scheduled
     and launched while the one before it is in flight.
 
     Parameters

@@ -7,7 +7,7 @@ import enum
 import attrs
 
 from kvstate.refusals import Refusal
-from kvstate.requests import Work
+from kvstate.scheduler.requests import Work
 
 
 class Reason(enum.Enum):

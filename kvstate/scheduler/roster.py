@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-from kvstate.demand import largest_chunk, largest_fork, pages_at_most, sectors_of
 from kvstate.manager import KVManager
-from kvstate.reasons import Notes, Reason
 from kvstate.refusals import Refusal, TooLarge
-from kvstate.requests import (
+from kvstate.scheduler.demand import largest_chunk, largest_fork, pages_at_most, sectors_of
+from kvstate.scheduler.reasons import Notes, Reason
+from kvstate.scheduler.requests import (
     Added,
     DuplicateRequest,
     EmptyPrompt,
@@ -20,9 +20,9 @@ from kvstate.requests import (
     Phase,
     Work,
 )
+from kvstate.scheduler.waiting import Waiting
 from kvstate.transitions.lifecycle import Ingested
 from kvstate.types import MAIN
-from kvstate.waiting import Waiting
 
 
 def _rank(work: Work) -> int:

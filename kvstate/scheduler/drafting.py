@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from kvstate.eviction import Starved
 from kvstate.manager import KVManager
 from kvstate.prefix import Key
-from kvstate.reasons import Reason
 from kvstate.refusals import Refusal
-from kvstate.requests import Work
+from kvstate.scheduler.reasons import Reason
+from kvstate.scheduler.requests import Work
 from kvstate.types import MAIN, Segment, Step, StreamFork
 
 

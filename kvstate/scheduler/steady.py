@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstate.batch import Batch
-from kvstate.passes import Chosen
-from kvstate.reasons import Reason
-from kvstate.requests import Work
-from kvstate.roster import Roster
+from kvstate.scheduler.batch import Batch
+from kvstate.scheduler.passes import Chosen
+from kvstate.scheduler.reasons import Reason
+from kvstate.scheduler.requests import Work
+from kvstate.scheduler.roster import Roster
 from kvstate.types import Step
 
 
