@@ -17,10 +17,11 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     torch = pytest.importorskip("torch")
 
+import attrs
 import torch.distributed as dist
 
 from gpu_backend.host_size import HostPoolWarning
-from gpu_backend.ranks import NotDistributed, RanksDiverge, _divergence, agree_pages, validate_ranks
+from gpu_backend.ranks import NotDistributed, RanksDiverge, _divergence, _view_facts, agree_pages, validate_ranks
 from kvstate import Geometry, Group, KVManager, Segment, Step
 from kvstate.ops import Plan
 from kvstate.state import Lease
@@ -239,6 +240,17 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Ranks(run_ranks(run_scenarios, world, tmp_path_factory.mktemp(f"ranks{world}")))
 
 
+VIEW_FIELDS = [
+    ("length", "streams[a/main].length", "5", "6"),
+    ("generation", "streams[b/main].generation", "2", "3"),
+    ("epoch", "streams[b/main].epoch", "1", "7"),
+    ("row", "leases[{lease}].rows[a/main].start", "5", "6"),
+    ("free list", "device[0].free[0]", "4", "3"),
+    ("owners", "host[0].owners[1]", "1", "2"),
+]
+"""(what was injected, the field that is named, its value on most ranks, and on the odd one)."""
+
+
 # -- agreeing
 
 
@@ -333,17 +345,7 @@ def test_equal_counts_of_other_content_are_told_apart_by_the_view(ranks: Ranks) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "field", "most", "odd"),
-    [
-        ("length", "streams[a/main].length", "5", "6"),
-        ("generation", "streams[b/main].generation", "2", "3"),
-        ("epoch", "streams[b/main].epoch", "1", "7"),
-        ("row", "leases[{lease}].rows[a/main].start", "5", "6"),
-        ("free list", "device[0].free[0]", "4", "3"),
-        ("owners", "host[0].owners[1]", "1", "2"),
-    ],
-)
+@pytest.mark.parametrize(("what", "field", "most", "odd"), VIEW_FIELDS)
 def test_a_divergence_is_named_by_the_first_field_of_the_view_that_differs(
     ranks: Ranks, what: str, field: str, most: str, odd: str
 ) -> None:
@@ -421,6 +423,26 @@ def test_a_divergence_carries_its_field_and_values() -> None:
         "ranks diverge in pages_free.host[0]: 8 on ranks 0, 2, 5; 7 on rank 1; "
         "the ranks took different decisions; give each the same verbs in the same order, and let all of it end"
     )
+
+
+@pytest.mark.parametrize(("what", "field", "most", "odd"), VIEW_FIELDS)
+def test_the_fields_of_two_views_first_differ_where_they_were_made_to(
+    what: str, field: str, most: str, odd: str
+) -> None:
+    views = [diverged(inject).view() for inject in (lambda kv: None, INJECTED[what])]
+    facts = [_view_facts(view) for view in views]
+    assert all(len(dict(own)) == len(own) for own in facts), "no two fields of a view have one name"
+    error = _divergence({rank: dict(own) for rank, own in enumerate(facts)})
+    assert error is not None
+    assert (error.field, error.values) == (field.format(lease=views[0].leases[0].serial), {0: most, 1: odd})
+
+
+def test_every_difference_of_a_digest_has_a_field() -> None:
+    """What a view's digest covers, its fields cover: each attribute is in them, by whatever name."""
+    view = diverged(lambda kv: None).view()
+    names = {name.split(".")[0].split("[")[0] for name, _ in _view_facts(view)}
+    empty = {field.name for field in attrs.fields(type(view)) if getattr(view, field.name) == ()}
+    assert names | empty == {field.name for field in attrs.fields(type(view))}
 
 
 def test_a_field_that_only_some_ranks_have_is_a_divergence() -> None:
