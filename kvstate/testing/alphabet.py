@@ -237,12 +237,12 @@ def _enter(node: Node, choose: Chooser) -> Any:
     plan = node.plan_of(_some_lease(node, choose, Status.PLANNED))
     if chance(choose, 4):
         plan = pick(choose, node.every_plan[-6:])
-    return node.launch_enter(plan, fail=bool(plan.lease.forks) and chance(choose, 30))
+    return node.launch_enter(plan, fail=any(any(fork.copies) for fork in plan.lease.forks) and chance(choose, 50))
 
 
 def _commit(node: Node, choose: Chooser) -> Any:
     lease = _some_lease(node, choose, Status.LAUNCHED)
-    return node.commit(lease, _accepted(lease, choose), fail=bool(lease.forks) and chance(choose, 30))
+    return node.commit(lease, _accepted(lease, choose), fail=bool(lease.forks) and chance(choose, 50))
 
 
 def _publications(node: Node) -> list[Any]:
@@ -332,7 +332,7 @@ ALPHABET: tuple[Letter, ...] = (
     Letter("commit", 24, _has(_L), _commit),
     Letter("abort", 4, lambda n: bool(n.leases), lambda n, c: n.abort(_some_lease(n, c, _A, _P, _E, _L))),
     Letter(
-        "claim_offload", 7, _live, lambda n, c: n.claim_offload(_request(n, c), chance(c, 35), fail=chance(c, 8)),
+        "claim_offload", 9, _live, lambda n, c: n.claim_offload(_request(n, c), chance(c, 35), fail=chance(c, 8)),
     ),
     Letter(
         "claim_reload", 18, lambda n: any(s.residency == "OnHost" for s in n.now.streams) or len(n.now.streams) > 3,
@@ -346,7 +346,7 @@ ALPHABET: tuple[Letter, ...] = (
     Letter("copy", 3, lambda n: bool(_to_copy(n)), lambda n, c: n.copy(pick(c, _to_copy(n)))),
     Letter("land", 9, lambda n: bool(n.fetches), lambda n, c: n.land(pick(c, n.fetches))),
     Letter("fail_fetch", 3, lambda n: bool(n.fetches), lambda n, c: n.fail_fetch(pick(c, n.fetches))),
-    Letter("cancel_retrieve", 8, lambda n: bool(n.fetches), lambda n, c: n.cancel_retrieve(_request(n, c))),
+    Letter("cancel_retrieve", 20, lambda n: bool(n.fetches), lambda n, c: n.cancel_retrieve(_request(n, c))),
     Letter("confirm_cancel", 16, lambda n: bool(_cancelled(n)), lambda n, c: n.confirm_cancel(pick(c, _cancelled(n)))),
     Letter("key", 10, lambda n: any(s.length for s in n.now.streams), _key),
     Letter("reset_prefix_cache", 1, _found, lambda n, c: n.reset_prefix_cache()),
@@ -360,14 +360,15 @@ def advance(node: Node, choose: Chooser) -> Any:
     work = [*node.leases, *node.claims, *node.fetches]
     item = pick(choose, work)
     if isinstance(item, Lease):
+        fail = chance(choose, 15)
         if item.status is Status.ADMITTED or item.void > (item.plan.void if item.plan is not None else 0):
             if item.status in (Status.ADMITTED, Status.PLANNED):
                 return node.plan(item)
         if item.status is Status.PLANNED:
-            return node.launch_enter(node.plan_of(item))
+            return node.launch_enter(node.plan_of(item), fail=fail and any(any(fork.copies) for fork in item.forks))
         if item.status is Status.ENTERED:
             return node.launch_exit(item)
-        committed = node.commit(item, _accepted(item, choose))
+        committed = node.commit(item, _accepted(item, choose), fail=fail and bool(item.forks))
         # As a server does that has a prefix cache: what a step filled is keyed at once.
         return _key(node, choose) if _keyable(node) and chance(choose, 50) else committed
     if isinstance(item, Fetch):

@@ -25,7 +25,7 @@ SIZES = (
     Sizes(pages=5, host_pages=8, page_size=2, subject="machine"),
     Sizes(pages=8, host_pages=0, page_size=2),
     Sizes(pages=9, host_pages=7, page_size=2, groups=(Group("full", 512), Group("window", 128, window=3))),
-    Sizes(pages=12, host_pages=8, page_size=2, subject="machine", groups=(Group("half", 128), Group("full", 256))),
+    Sizes(pages=10, host_pages=8, page_size=1, subject="machine", groups=(Group("full", 512), Group("small", 128))),
     Sizes(pages=10, host_pages=6, page_size=3, groups=(Group("window", 128, window=7),)),
 )
 """Small worlds, so that everything is scarce: of one group, one without a host pool, and of groups in sectors."""
