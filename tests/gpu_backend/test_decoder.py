@@ -151,6 +151,7 @@ def test_a_rejected_draft_leaves_nothing_behind(kind: str, right: int) -> None:
     serving.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_under_pressure_sectors_change_groups_and_nothing_is_mixed_up(seed: int) -> None:
     """Requests come and go, and send each other away. A long chunk takes pages that its window then leaves."""
@@ -263,6 +264,7 @@ def test_a_match_that_was_lost_meanwhile_is_looked_up_again() -> None:
     serving.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "pages"), [("windows and full", 11), ("two windows", 16), ("full", 15)])
 @pytest.mark.parametrize("seed", range(3))
 def test_prefixes_under_pressure(kind: str, pages: int, seed: int) -> None:

@@ -16,6 +16,7 @@ from .model import Service
 from .test_decoder import KINDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["", "prefix cache"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["one by one", "a step ahead"])
 @pytest.mark.parametrize(("kind", "pages"), [("full", 12), ("windows and full", 9), ("two windows", 11)])
