@@ -103,7 +103,7 @@ class Pass:
 
     def draft(self, work: Work, budget: int) -> Draft | Reason:
         """Draft the next piece of `work`, on what the prefix cache has of it, and with its forks."""
-        if not self.rules.prefix_cache or work.stored or work.ahead:
+        if not self.rules.prefix_cache or work.anew or work.stored or work.ahead:
             return draft(work, budget, (), 1)
         return draft(work, budget, self.lookup(work), self.manager.geometry.page_size)
 
