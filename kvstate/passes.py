@@ -203,6 +203,9 @@ class Pass:
                     refusal = claim if isinstance(claim, Refusal) else None
                 else:
                     refusal = self.manager.probe(step_of([*fresh, one]))
+                    while isinstance(refusal, PrefixLost):
+                        one = self.shorter(one, refusal.matched)
+                        refusal = self.manager.probe(step_of([*fresh, one]))
                     if refusal is None:
                         fresh.append(one)
                 if refusal is not None:
