@@ -40,6 +40,9 @@ _ENDINGS = frozenset(
 )
 """What a closed manager still does: end what was running when it was closed."""
 
+_AT_ONCE = frozenset({"launch_enter", "launch_exit"})
+"""What cannot wait for the end of a batch: the model runs between them, behind what the first and before the second."""
+
 
 class Launch:
     """``with manager.launch(plan):`` the model runs inside; an exception aborts the lease at exit.
@@ -161,7 +164,7 @@ class KVManager:
             if self._watched:
                 self._watch(verb, args, result)
             emitted = bool(self._state.outbox)
-        if emitted and (not self._batching or threading.get_ident() not in self._batching):
+        if emitted and (verb in _AT_ONCE or not self._in_batch()):
             self._drain()
             if self._dead is not None and not self._closed:
                 return self._named(self._dead)
@@ -171,8 +174,8 @@ class KVManager:
     def batch(self) -> Iterator[None]:
         """Submit what this thread's calls emit inside together, at the end: the copies of several claims, say.
 
-        Commit or abandon those claims behind the block: until then nobody knows whether their copies were submitted.
-        Of nested blocks the outermost counts.
+        Commit those claims behind the block. What cannot wait does not: the commit of a claim, a launch
+        and a publish submit what was emitted so far. Of nested blocks the outermost counts.
 
         Raises
         ------
@@ -188,6 +191,9 @@ class KVManager:
             if outermost:
                 self._batching.discard(me)
                 self._drain()
+
+    def _in_batch(self) -> bool:
+        return bool(self._batching) and threading.get_ident() in self._batching
 
     def _named(self, refusal: Refusal) -> Refusal:
         return attrs.evolve(refusal, manager=self.geometry.name)
@@ -377,6 +383,8 @@ class KVManager:
 
     def commit_claim(self, claim: OffloadClaim | ReloadClaim) -> Offloaded | Reloaded | Abandoned | Refusal:
         """Commit an offload or reload. Refused: CopyFailed, ClaimEnded. A fetch commits by itself, when it lands."""
+        if self._in_batch():
+            self._drain()  # whether its copy was submitted must be known
         if isinstance(claim, OffloadClaim):
             return self._locked("commit_offload", offload.commit_offload, claim)
         if isinstance(claim, ReloadClaim):
@@ -492,6 +500,8 @@ class KVManager:
         noted = self.snapshot(request)
         if not isinstance(noted, Snapshot):
             return noted
+        if self._in_batch():
+            self._drain()  # what it waits for must have been submitted
         try:
             self.backend.wait(noted.after)
         except Exception as error:

@@ -65,7 +65,8 @@ def serve(
     """Yield the output of each sample as it ends, until nothing is live.
 
     With an asynchronous scheduler the next step is launched while one is in flight. A model that raises fails the
-    requests of that batch, and nobody else.
+    requests of that batch, and nobody else. When the loop is left early, `serve` may be called again: what was in
+    flight is computed again.
 
     Parameters
     ----------
@@ -85,6 +86,9 @@ def serve(
         added = scheduler.add(request)
         if isinstance(added, Refusal):
             yield refused_output(request, added, scheduler.clock())
+    # Batches of a loop that was left: nobody has their results any more.
+    for batch in reversed(scheduler.in_flight):
+        scheduler.abort(batch)
     launched: deque[Batch] = deque()
     failures = 0
     while True:

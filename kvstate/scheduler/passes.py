@@ -103,7 +103,7 @@ class Pass:
 
     def draft(self, work: Work, budget: int) -> Draft | Reason:
         """Draft the next piece of `work`, on what the prefix cache has of it, and with its forks."""
-        if not self.rules.prefix_cache or work.stored or work.ahead:
+        if not self.rules.prefix_cache or work.anew or work.stored or work.ahead:
             return draft(work, budget, (), 1)
         return draft(work, budget, self.lookup(work), self.manager.geometry.page_size)
 
@@ -203,6 +203,9 @@ class Pass:
                     refusal = claim if isinstance(claim, Refusal) else None
                 else:
                     refusal = self.manager.probe(step_of([*fresh, one]))
+                    while isinstance(refusal, PrefixLost):
+                        one = self.shorter(one, refusal.matched)
+                        refusal = self.manager.probe(step_of([*fresh, one]))
                     if refusal is None:
                         fresh.append(one)
                 if refusal is not None:

@@ -43,6 +43,13 @@ class Reason(enum.Enum):
     RESET_FORK_FAILED = "the copy of its fork failed: it computes its prompt itself"
     RESET_REFUSED = "it could not be moved: it computes its tokens anew later"
 
+    # Alone, in too many sectors.
+    MOVED_TOGETHER = (
+        "it is the last that is active, and fits once its pages lie together: they went to the host and back"
+    )
+    RESET_SCATTERED = "it is the last that is active, and fits once its pages lie together: it computes its tokens anew"
+    STARTS_ANEW = "what the prefix cache has of it lies in too many sectors: it starts without"
+
     # Spared.
     ENOUGH = "those evicted before it were enough"
     LAST_ACTIVE = "it is the last that is active"

@@ -187,9 +187,9 @@ class Work:
     """
 
     __slots__ = (
-        "ahead", "arrival_s", "cached_tokens", "children", "chunk", "decode", "error", "finish", "finished_s",
+        "ahead", "anew", "arrival_s", "cached_tokens", "children", "chunk", "decode", "error", "finish", "finished_s",
         "first", "first_scheduled_s", "first_token_s", "key", "keyed", "late_tokens", "limit", "logprobs",
-        "offloads", "pending", "phase", "prefix", "rank", "recomputed_tokens", "reload_failures", "request",
+        "moved_at", "offloads", "pending", "phase", "prefix", "rank", "recomputed_tokens", "reload_failures", "request",
         "sample", "soft_resets", "stop", "stored", "stored_most", "stream", "tokens",
     )  # fmt: skip
 
@@ -220,6 +220,10 @@ class Work:
         # Samples that are forked from this one once it has its prompt.
         self.children: list[Work] = []
         self.reload_failures = 0
+        # That it starts on no found pages, leaves none, and runs no step ahead while it is alone; and how far it was
+        # when its pages were moved together.
+        self.anew = False
+        self.moved_at = (0, -1)
         self.finish: Finish | None = None
         self.error = ""
         self.arrival_s = arrival_s

@@ -175,6 +175,17 @@ class Roster:
         work.soft_reset()
         self.waiting.join(work)
 
+    def restart(self, work: Work) -> None:
+        """Note that the manager has reset the only active request, which goes on, alone, from its first token.
+
+        Nobody is admitted beside it: their pages would come between its own as they did before.
+        """
+        work.soft_reset()
+        work.phase = Phase.ACTIVE
+        work.anew = True
+        self.changes += 1
+        self.waiting.barred = True
+
     def unfork(self, work: Work) -> None:
         """Let the samples that were to be forked from `work` wait for a start of their own."""
         children, work.children = work.children, []

@@ -21,7 +21,7 @@ from kvstate.errors import Refused
 from kvstate.eviction import relieve
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
-from kvstate.refusals import NotLaunched, OutOfOrder, Refusal
+from kvstate.refusals import NotLaunched, OutOfOrder, PagesExhausted, Refusal
 from kvstate.scheduler.batch import Batch, BatchOutOfOrder, Blocked, Idle, InFlight, Scheduled, Update
 from kvstate.scheduler.drafting import Draft
 from kvstate.scheduler.passes import Chosen, Pass
@@ -31,6 +31,9 @@ from kvstate.scheduler.roster import Roster
 from kvstate.scheduler.settling import settle
 from kvstate.scheduler.steady import Steady
 from kvstate.state import Lease
+from kvstate.transitions.offload import Abandoned, Offloaded
+from kvstate.transitions.reload import Reloaded
+from kvstate.types import Step
 
 
 class Scheduler:
@@ -145,7 +148,7 @@ class Scheduler:
         return self._last
 
     def _schedule(self) -> Scheduled:
-        if len(self._flight) > self.asynchronous:
+        if len(self._flight) > self._ahead:
             return InFlight()
         notes = self.roster.take_notes()
         while self.roster.live:
@@ -164,6 +167,12 @@ class Scheduler:
             if trial.dead or not (trial.reload_failed or self._last_resort(trial, starved)):
                 return Blocked(trial.refusal, self._take_ended(), decisions(notes))
         return Idle(self._take_ended(), decisions(notes))
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether a step may be prepared while one is in flight; of one that began anew, it would scatter the pages."""
+        active = self.roster.active
+        return self.asynchronous and not (len(active) == 1 and active[0].anew)
 
     def _take_ended(self) -> tuple[Output, ...]:
         ended, self._ended = tuple(self._ended), []
@@ -258,7 +267,8 @@ class Scheduler:
         """Find a way on when nothing was scheduled, nobody left and nothing is in flight; tell whether there is one.
 
         Those who share all their pages leave together. One that is alone, and short of pages for its forks, does not
-        wait for them: its other samples start on their own.
+        wait for them: its other samples start on their own. One that is alone, and fits but for how its pages lie in
+        the sectors, starts without found pages, or has its own moved together.
         """
         if starved and self._relieve(starved, trial.notes, together=True):
             return True
@@ -268,7 +278,42 @@ class Scheduler:
                 self.roster.unfork(one.work)
                 trial.notes += self.roster.take_notes()
                 return True
-        return False
+            if one.segment.prefix:
+                one.work.anew = True
+                trial.notes.append((one.work, Reason.STARTS_ANEW, trial.refusal))
+                return True
+        return len(self.roster.active) == len(starved) == 1 and self._move_together(starved[0], trial.notes)
+
+    def _move_together(self, one: Draft, notes: Notes) -> bool:
+        """Move the pages of the last active request into as few sectors as can be; tell whether that was tried.
+
+        Others have left the sectors that they shared with it, or cached pages lie between its own: those go, for that
+        is all that still takes room. To the host and back, or else computed anew.
+        """
+        work = one.work
+        refusal = self.manager.probe(Step((one.segment,)))
+        at = (len(work.tokens), work.stored)
+        if not isinstance(refusal, PagesExhausted) or not refusal.fragmented or work.moved_at == at:
+            return False
+        work.moved_at = at
+        back: Offloaded | Reloaded | Abandoned | Refusal = self.manager.offload(work.key)
+        if not isinstance(back, Refusal):
+            work.offloads += 1
+            self._forget_cached()
+            back = self.manager.reload(work.key, Step((one.segment,)))
+        if isinstance(back, Refusal):
+            self.manager.reset(work.key)
+            self._forget_cached()
+            self.roster.restart(work)
+            notes.append((work, Reason.RESET_SCATTERED, back))
+        else:
+            work.anew = True
+            notes.append((work, Reason.MOVED_TOGETHER, refusal))
+        return True
+
+    def _forget_cached(self) -> None:
+        if self.prefix_cache:
+            self.manager.reset_prefix_cache()
 
     # -- batches
 

@@ -36,7 +36,7 @@ def settle(
         advanced, ended, late = _settle_each(engine, batch, frozenset(dropped), tokens, logprobs, notes)
     if engine.prefix_cache:
         for place, work in enumerate(batch.works):
-            if place not in dropped:
+            if place not in dropped and not work.anew:
                 offer(engine.manager, work)
     outputs: tuple[Output, ...] = ()
     if ended:

@@ -37,7 +37,8 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
     for stream in found.streams.values():
         if not isinstance(stream.residency, OnHost):
             return NotOnHost(request=request, label=stream.label, residency=stream.residency.name)
-    groups = range(len(state.device.pools))
+    pools = state.device.pools
+    groups = range(len(pools))
     wants: dict[str, list[int]] = {}
     if extra is not None:
         coming = Reservation(state, extra, returning=found)
@@ -57,6 +58,12 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
         for own, pool in zip(there, state.device.pools, strict=True)
     ]
     short = state.device.short(wanted, owning)
+    if short is not None and any(owning):
+        # Found pages may lie in more sectors than copies would: what nobody owns of them is copied instead.
+        there = [{h: p for h, p in own.items() if pool.owners[p]} for own, pool in zip(there, pools, strict=True)]
+        wanted = [len(pages) - len(own) + ahead for pages, own, ahead in zip(distinct, there, more, strict=True)]
+        owning = []
+        short = state.device.short(wanted, owning)
     if short is not None:
         whole = state.device.sectors_for([len(pages) + ahead for pages, ahead in zip(distinct, more, strict=True)])
         if whole > state.geometry.pages:

@@ -11,8 +11,11 @@ from kvstate.scheduler.reasons import Reason
 from kvstate.scheduler.requests import Finish, Phase, Work
 from kvstate.types import Geometry
 
-BY_HAND = (Reason.EXPELLED, Reason.NOT_READY, Reason.RESET_REFUSED)
-"""Decisions about what others do to a scheduler's requests behind its back: tests of their own make them."""
+SCATTERED = (Reason.MOVED_TOGETHER, Reason.RESET_SCATTERED, Reason.STARTS_ANEW)
+
+BY_HAND = (Reason.EXPELLED, Reason.NOT_READY, Reason.RESET_REFUSED, *SCATTERED)
+"""Decisions about what others do to a scheduler's requests behind its back, and about requests in too many sectors,
+which need more room than these worlds have: tests of their own make them."""
 
 ASKED = (Reason.BEHIND, Reason.FORKS_LATER)
 """What `Scheduler.why` says of those that no pass had a word on."""

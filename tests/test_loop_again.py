@@ -1,0 +1,91 @@
+"""The loop, left early and taken up again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstate.manager import KVManager
+from kvstate.ops import Plan
+from kvstate.prefix import page_keys
+from kvstate.scheduler import Scheduler
+from kvstate.scheduler.batch import Batch
+from kvstate.scheduler.loop import Sampled, serve
+from kvstate.scheduler.requests import Finish, GenerationRequest
+from kvstate.testing.engine import StampModel, expected
+from kvstate.testing.memory import MemoryBackend
+from kvstate.types import Geometry
+
+
+class Interrupted(StampModel):
+    """A model whose user interrupts the first result."""
+
+    interrupts = 1
+
+    def result(self, batch: Batch) -> Sampled:
+        """Return the result, but the first."""
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+        return super().result(batch)
+
+    def launch(self, batch: Batch, plan: Plan) -> None:
+        """Launch."""
+        super().launch(batch, plan)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("how", ["closed", "interrupted"])
+def test_a_loop_that_was_left_early_is_taken_up_again(how: str, asynchronous: bool) -> None:
+    geometry = Geometry(pages=20, page_size=2)
+    backend = MemoryBackend(geometry)
+    scheduler = Scheduler(KVManager(geometry, backend, debug=True), asynchronous=asynchronous)
+    requests = [GenerationRequest("a", (1, 2), 2), GenerationRequest("b", (3, 4, 5), 6)]
+    model = Interrupted(backend, geometry)
+    outputs = []
+    if how == "closed":
+        model.interrupts = 0
+        left = serve(scheduler, model, requests)
+        outputs.append(next(left))
+        left.close()  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            list(serve(scheduler, model, requests))
+    for turn, output in enumerate(serve(scheduler, model, between=lambda: _limited(scheduler))):
+        outputs.append(output)
+        assert turn < 2
+    assert {o.request: (o.tokens, o.finish) for o in outputs} == {r.id: expected(r, geometry)[0] for r in requests}
+    assert all(o.finish is Finish.LENGTH for o in outputs)
+
+
+def _limited(scheduler: Scheduler) -> tuple[()]:
+    scheduler.turns = getattr(scheduler, "turns", 0) + 1  # type: ignore[attr-defined]
+    assert scheduler.turns < 50, "the loop spins"  # type: ignore[attr-defined]
+    return ()
+
+
+class Forgetful(KVManager):
+    """A manager whose keys another thread forgets right behind a lookup."""
+
+    race = False
+
+    def match(self, keys: tuple[bytes, ...]) -> int:  # type: ignore[override]
+        """Look up; then the other thread comes."""
+        found = super().match(keys)
+        if found and self.race:
+            self.race = False
+            self.reset_prefix_cache()
+        return found
+
+
+def test_one_whose_prefix_is_lost_behind_the_lookup_starts_without() -> None:
+    geometry = Geometry(pages=8, page_size=2)
+    backend = MemoryBackend(geometry)
+    manager = Forgetful(geometry, backend, debug=True)
+    scheduler = Scheduler(manager, prefix_cache=True)
+    model = StampModel(backend, geometry)
+    list(serve(scheduler, model, [GenerationRequest("a", (1, 2, 3, 4, 5), 2)]))
+    manager.race = True
+    wanted = GenerationRequest("b", (1, 2, 3, 4, 6), 2)
+    [output] = serve(scheduler, model, [wanted])
+    assert not manager.race and (output.tokens, output.finish) == expected(wanted, geometry)[0]
+    assert manager.match(page_keys(wanted.prompt, 2)) == 2, "and leaves its pages to others"
