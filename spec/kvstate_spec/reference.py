@@ -768,12 +768,17 @@ class Reference:
                 for page, key in zip(table, s.image.keys, strict=False):
                     if page is not None and (page.group, key) in self.findable:
                         found.setdefault(page, self.findable[page.group, key].page)
-        moved = {page: found[page] if page in found else self._new(page.group, 1)[0] for page in distinct}
-        asked = self._extra(held, moved, extra) if extra is not None else {}
-        fresh = [page for page in distinct if page not in found]
-        more = [page for pages in asked.values() for page in loose(pages)]
-        wanted, tier = self._counts(fresh + more), self._device(found.values())
-        if (short := tier.short(wanted)) is not None:
+        owned = self._owned()
+        for keys_find in (found, {page: there for page, there in found.items() if there in owned}):
+            found = keys_find
+            moved = {page: found[page] if page in found else self._new(page.group, 1)[0] for page in distinct}
+            asked = self._extra(held, moved, extra) if extra is not None else {}
+            fresh = [page for page in distinct if page not in found]
+            more = [page for pages in asked.values() for page in loose(pages)]
+            wanted, tier = self._counts(fresh + more), self._device(found.values())
+            if (short := tier.short(wanted)) is None:
+                break
+        if short is not None:
             everything = capacity.sectors_for(self.geometry, self._counts(distinct + more))
             if everything > self.geometry.pages:
                 return TooLarge(request=request, wanted=everything, capacity=self.geometry.pages)
