@@ -5,7 +5,7 @@ pages has had that. Then requests leave, picked among those that starve, and for
 
 1. newest by arrival first, whatever they have been through since: the oldest always gets on;
 2. until all that still starve can be stored, once what is already leaving has left; not one more;
-3. never the last active request, and never one that frees nothing;
+3. never the last active request, never the oldest while others get on, and never one that frees nothing;
 4. to the host where it has room, else to begin again later (soft reset); a later, smaller one still tries the host;
 5. all copies of one relief in one submission.
 """
@@ -81,16 +81,20 @@ def storable(manager: KVManager, starved: Sequence[Starved]) -> bool:
     return not starved or manager.probe(step_of(starved), leaving=True) is None
 
 
-def spared(manager: KVManager, one: Starved, active: int, together: bool) -> Reason | None:
+def spared(manager: KVManager, one: Starved, active: int, together: bool, oldest: str | None = None) -> Reason | None:
     """Return why `one` stays although others starve, or None: then it leaves."""
     if active == 1:
         return Reason.LAST_ACTIVE
+    if one.request == oldest:
+        return Reason.OLDEST
     if not together and not manager.gain(one.request):
         return Reason.NO_GAIN
     return None
 
 
-def relieve(manager: KVManager, starved: Sequence[Starved], active: int, *, together: bool = False) -> Relief:
+def relieve(
+    manager: KVManager, starved: Sequence[Starved], active: int, *, together: bool = False, oldest: str | None = None
+) -> Relief:
     """Evict as few of the `starved` as it takes to store the others.
 
     Parameters
@@ -100,6 +104,8 @@ def relieve(manager: KVManager, starved: Sequence[Starved], active: int, *, toge
     together
         Also take one that frees nothing by itself, because all that it holds is shared with others that starve. For a
         scheduler in which nothing else can happen: of those that share, each frees nothing while the others stay.
+    oldest
+        Stays: the oldest active request, while others get on. Evicted again and again for newer ones, it would never.
 
     Returns
     -------
@@ -113,7 +119,7 @@ def relieve(manager: KVManager, starved: Sequence[Starved], active: int, *, toge
     with manager.batch():
         for one in newest_first(starved):
             enough = enough or storable(manager, rest)
-            stays = Reason.ENOUGH if enough else spared(manager, one, active, together)
+            stays = Reason.ENOUGH if enough else spared(manager, one, active, together, oldest)
             if stays is not None:
                 verdicts[one.request] = Verdict(one.request, stays)
                 continue

@@ -53,6 +53,7 @@ class Reason(enum.Enum):
     # Spared.
     ENOUGH = "those evicted before it were enough"
     LAST_ACTIVE = "it is the last that is active"
+    OLDEST = "it is the oldest that is active, and others get on meanwhile"
     NO_GAIN = "evicting it would free nothing"
 
     # Forks.

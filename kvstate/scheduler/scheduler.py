@@ -156,7 +156,8 @@ class Scheduler:
             batch, starved = self._try(trial)
             self._ended += trial.ended
             # Whoever starves is helped now, whether others were scheduled or not.
-            released = bool(starved) and self._relieve(starved, notes)
+            getting_on = batch is not None or bool(self._flight)
+            released = bool(starved) and self._relieve(starved, notes, getting_on=getting_on)
             if batch is not None:
                 batch.ended = self._take_ended()
                 return batch
@@ -248,12 +249,19 @@ class Scheduler:
 
     # -- eviction
 
-    def _relieve(self, starved: Sequence[Draft], notes: Notes, together: bool = False) -> bool:
+    def _relieve(
+        self, starved: Sequence[Draft], notes: Notes, together: bool = False, getting_on: bool = False
+    ) -> bool:
         """Make room for those who starve; tell whether anybody left. Who did waits at the tail, the oldest in front."""
         works = {one.work.key: one.work for one in starved}
+        active = self.roster.active
         relief = relieve(
-            self.manager, [one.starved() for one in starved], len(self.roster.active), together=together
-        )  # fmt: skip
+            self.manager,
+            [one.starved() for one in starved],
+            len(active),
+            together=together,
+            oldest=active[0].key if getting_on else None,
+        )
         notes += [(works[verdict.request], verdict.reason, verdict.refusal) for verdict in relief.verdicts]
         for key in reversed(relief.offloaded):
             self.roster.offloaded(works[key])
