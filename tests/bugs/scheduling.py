@@ -167,6 +167,17 @@ def a_victim_that_frees_nothing_stays() -> None:
     ]
 
 
+def the_last_active_one_stays() -> None:
+    """Nobody would be left to run: who is alone waits for pages that others hold."""
+    geometry = Geometry(pages=2, page_size=2, host_pages=2)
+    manager = KVManager(geometry, MemoryBackend(geometry), debug=True)
+    for request in ("alone", "foreign"):
+        manager.ingest(request)
+    compute(manager, Segment("alone", span=2), Segment("foreign", span=2))
+    relief = relieve(manager, [Starved("alone", 1, Segment("alone"))], active=1)
+    assert [verdict.reason for verdict in relief.verdicts] == [Reason.LAST_ACTIVE]
+
+
 def those_who_share_all_their_pages_leave_together() -> None:
     """O13: two prompts with two samples each fill the pool; alone, nobody who leaves would free a page."""
     serving = Serving(pages=8, page_size=1)

@@ -133,7 +133,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "promise-last",
         "the last active request is evicted too",
         edit("eviction.spared", ("if active == 1:", "if active == 0:")),
-        layers="progress",
+        by_hand=scheduling.the_last_active_one_stays,
     ),
     Mutant(
         "promise-together",
