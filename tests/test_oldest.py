@@ -8,11 +8,13 @@ import pytest
 
 from kvstate.loop import serve
 from kvstate.manager import KVManager
+from kvstate.reasons import Reason
 from kvstate.requests import GenerationRequest, Output
 from kvstate.scheduler import Scheduler
 from kvstate.testing.engine import StampModel, expected
 from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry
+from tests.bugs.scheduling import Serving
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -37,3 +39,20 @@ def test_the_oldest_is_not_evicted_again_and_again_for_newer_ones_that_are_serve
     ended = list(serve(scheduler, StampModel(backend, geometry), between=arrivals))
     place = [output.request for output in ended].index("oldest")
     assert place < 5 and ended[place].tokens == expected(oldest, geometry)[0][0]
+
+
+def test_nobody_who_waits_is_overtaken_by_a_reload_behind_it() -> None:
+    serving = Serving(pages=6, page_size=1)
+    serving.add("a", 2, 4)
+    serving.add("x", 1, 4)
+    serving.add("y", 1, 4)
+    serving.until(lambda: len(set(serving.evicted)) == 2)
+    serving.add("f", 2, 2)
+    while not serving.restored:
+        batch = serving.step()
+    assert serving.restored == ["y"]
+    assert [(d.request, d.reason) for d in batch.decisions if d.request in "fx"] == [
+        ("f", Reason.STARTS),
+        ("x", Reason.NO_ROOM),
+    ]
+    serving.run()

@@ -183,8 +183,10 @@ class Pass:
         """Find those who wait that fit behind a step that is admitted, with `budget` and `held` places taken.
 
         Reloads are claimed, each with room for its part of the step, so that it never holds pages while that part is
-        refused; their copies are one submission.
+        refused; their copies are one submission. The others hold their places meanwhile, else the next reload would
+        take them.
         """
+        places: list[Lease] = []
         fresh: list[Draft] = []
         claims: list[tuple[Draft, ReloadClaim]] = []
         active = len(self.roster.active)
@@ -202,16 +204,20 @@ class Pass:
                         claims.append((one, claim))
                     refusal = claim if isinstance(claim, Refusal) else None
                 else:
-                    refusal = self.manager.probe(step_of([*fresh, one]))
-                    while isinstance(refusal, PrefixLost):
-                        one = self.shorter(one, refusal.matched)
-                        refusal = self.manager.probe(step_of([*fresh, one]))
-                    if refusal is None:
+                    lease = self.manager.admit(step_of([one]))
+                    while isinstance(lease, PrefixLost):
+                        one = self.shorter(one, lease.matched)
+                        lease = self.manager.admit(step_of([one]))
+                    if isinstance(lease, Lease):
                         fresh.append(one)
+                        places.append(lease)
+                    refusal = lease if isinstance(lease, Refusal) else None
                 if refusal is not None:
                     self.turn_away(one, refusal)
                     break
                 budget -= one.span
+        for lease in places:
+            self.manager.abort(lease)
         return fresh, claims
 
     def turn_away(self, one: Draft, refusal: Refusal) -> None:
