@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstate.loop import serve
 from kvstate.manager import KVManager
-from kvstate.reasons import Reason
-from kvstate.requests import GenerationRequest, Output
 from kvstate.scheduler import Scheduler
+from kvstate.scheduler.loop import serve
+from kvstate.scheduler.reasons import Reason
+from kvstate.scheduler.requests import GenerationRequest, Output
 from kvstate.testing.engine import StampModel, expected
 from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry
