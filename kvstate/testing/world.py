@@ -278,7 +278,10 @@ class Node:
         plan = self.plans[lease.serial]
         tokens, expected = self._model(lease)
         self.written[lease.serial] = tokens
-        seen = self.subject.compute(plan, tokens)
+        try:
+            seen = self.subject.compute(plan, tokens)
+        except Exception as error:
+            self._violated("crash", f"the model of {call.gives} raised {type(error).__name__}: {error}")
         for place, (want, contents) in enumerate(zip(expected, seen, strict=True)):
             if want is not None:
                 skipped = plan.in_step_order[place].skipped

@@ -436,7 +436,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ("if row.void:", "if row.void and row.wide:"),
             ("del stream.rows[0]", "(stream.voided if row.void else stream.rows).remove(row)"),
         ),
-        layers="promise crash",
+        layers="promise crash oracle",
     ),
     Mutant(
         "O8-void",
@@ -891,7 +891,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "            start = row.start",
             ),
         ),
-        layers="oracle",
+        layers="oracle crash",
     ),
     Mutant(
         "S2-pages",
@@ -1215,7 +1215,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "state.device.pools[0].grant(len(state.device.pools[0].free))\n    return PagesExhausted(",
             ),
         ),
-        layers="refusal",
+        layers="refusal reference",
     ),
     Mutant(
         "promise-host-owners",
@@ -1247,8 +1247,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "promise-extra-counted",
         "a reload is not refused for the pages of its next step",
-        edit("transitions.reload.claim_reload", ("len(pages) - len(own) + ahead", "len(pages) - len(own)")),
-        layers="crash",
+        edit("transitions.reload.claim_reload", ("sum(own[group] for own in wants.values())", "0")),
+        layers="crash reference",
     ),
     Mutant(
         "promise-accepted",
