@@ -131,7 +131,8 @@ class Reference:
     # The tables before the newest call, and after it.
     _tables: list[list[Page]] = attrs.Factory(list)
     _next_tables: list[list[Page]] = attrs.Factory(list)
-    # True when the newest call let pages of one table go in several steps: retention first, a post-fork after it.
+    # True when the newest call may have let pages of one table go in several steps: a commit has retention, windows,
+    # forks, and what waited for the lease.
     _in_steps: bool = False
     # True in what `probe` asks: owners that are leaving do not count (41).
     _leaving: bool = False
@@ -174,9 +175,9 @@ class Reference:
         return None
 
     def _together(self, page: Page, other: Page) -> bool:
-        """Tell whether both pages were in the same tables, and somewhere, before the call."""
-        both = [(page in table, other in table) for table in self._tables]
-        return (True, True) in both and all(one == two for one, two in both)
+        """Tell whether one table alone had both pages before the call: it let them go at once."""
+        both = [(page in table, other in table) for table in self._tables if page in table or other in table]
+        return both == [(True, True)]
 
     def _evicted(self, keys: Sequence[Mapping[int, str]]) -> str | None:
         """Judge which keys the machine let go for a grant, with several groups, and forget them (37)."""
@@ -316,9 +317,11 @@ class Reference:
         self._calls += 1
         self._tables = [] if self._in_steps else self._next_tables
         self._in_steps = False
-        self._next_tables = [s.image.pages() for s in self.streams()]
-        self._next_tables += [own for lease in self.leases.values() for _, own in lease.pages()]
         self.kept = self._kept()
+        self._next_tables = [own for owner, own in self.owners() if not isinstance(owner, Lease)]
+        self._next_tables += [own for lease in self.leases.values() for _, own in lease.pages()]
+        # A claim lets go of its streams' tables one by one: what it has, no table has alone.
+        self._next_tables += [claim.device for claim in self.claims.values()]
         owned, known = self._owned(), {page for page, _ in self.cached}
         self.cached = [entry for entry in self.cached if entry[0] not in owned]
         new = [found for found in self.findable.values() if found.page not in owned and found.page not in known]
@@ -659,7 +662,7 @@ class Reference:
             row.stream.image = images[row.stream.id]
         partly = {name for name, image in images.items() if len(image.tokens) % self.geometry.page_size}
         names = {fork.target for fork in walked.posted} & partly
-        self._in_steps = bool(walked.posted)
+        self._in_steps = True
         self.copied = [row.stream for row in counting if row.stream.id in names]
         self._end(held)
         for row in counting:
