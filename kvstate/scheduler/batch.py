@@ -120,6 +120,11 @@ class Batch:
         """Tokens that the whole batch draws."""
         return len(self.works) if self.drafts is None else sum(one.draws for one in self.drafts)
 
+    def check(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        """Raise ValueError when a model has not sampled what this batch draws."""
+        if len(tokens) != self.tokens_drawn or (logprobs is not None and len(logprobs) != len(tokens)):
+            raise ValueError(f"{self!r} draws {self.tokens_drawn} tokens, got {len(tokens)}")
+
     @property
     def entries(self) -> tuple[Entry, ...]:
         """What the model is to compute, one entry per segment of the step."""

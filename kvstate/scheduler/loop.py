@@ -64,9 +64,9 @@ def serve(
 ) -> Iterator[Output]:
     """Yield the output of each sample as it ends, until nothing is live.
 
-    With an asynchronous scheduler the next step is launched while one is in flight. A model that raises fails the
-    requests of that batch, and nobody else. When the loop is left early, `serve` may be called again: what was in
-    flight is computed again.
+    With an asynchronous scheduler the next step is launched while one is in flight. A model that raises, or samples
+    another number of tokens, fails the requests of that batch, and nobody else. When the loop is left early, `serve`
+    may be called again: what was in flight is computed again.
 
     Parameters
     ----------
@@ -107,6 +107,7 @@ def serve(
             batch = launched.popleft()
             try:
                 sampled = model.result(batch)
+                batch.check(sampled.tokens, sampled.logprobs)
             except Poisoned:
                 raise
             except Exception as met:
@@ -122,10 +123,10 @@ def serve(
 
 def _launch(scheduler: Scheduler, model: Model, batch: Batch, launched: deque[Batch]) -> Exception | None:
     """Launch a batch, if anything in it still counts; return why that failed."""
-    plan = scheduler.promote(batch)
-    if plan is None:
-        return None
     try:
+        plan = scheduler.promote(batch)
+        if plan is None:
+            return None
         with scheduler.manager.launch(plan):
             model.launch(batch, plan)
     except Poisoned:

@@ -144,7 +144,11 @@ class Scheduler:
         A Batch to launch; Idle when nothing is live; InFlight when a batch must be updated first; Blocked when nothing
         can run and nothing is in flight. Each says in `decisions` why, and has in `ended` what failed alone meanwhile.
         """
-        self._last = self._schedule()
+        try:
+            self._last = self._schedule()
+        except Refused as refused:
+            # Closed, or lost, by another thread between an admit and its plan.
+            self._last = Blocked(refused.refusal, self._take_ended())
         return self._last
 
     def _schedule(self) -> Scheduled:
@@ -381,8 +385,7 @@ class Scheduler:
         """
         if not self._flight or self._flight[0] is not batch:
             raise BatchOutOfOrder(batch)
-        if len(tokens) != batch.tokens_drawn or (logprobs is not None and len(logprobs) != len(tokens)):
-            raise ValueError(f"{batch!r} draws {batch.tokens_drawn} tokens, got {len(tokens)}")
+        batch.check(tokens, logprobs)
         committed = self.manager.commit(batch.lease)
         if isinstance(committed, Refusal):
             if isinstance(committed, (NotLaunched, OutOfOrder)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -90,12 +90,16 @@ def walk(
     progress: Callable[[Tally], None] = lambda tally: None,
     programs_max: int | None = None,
     device: str = "memory",
+    worlds: Sequence[Sizes] = SIZES,
 ) -> tuple[Sizes, Violation] | None:
-    """Walk on backend `device` until `seconds` are over or `programs_max` programs ran; return the first violation."""
+    """Walk on backend `device` until `seconds` are over or `programs_max` programs ran; return the first violation.
+
+    The programs take the `worlds` in turn.
+    """
     start = time.monotonic()
     index = 0
     while (programs_max is None or index < programs_max) and time.monotonic() - start < seconds:
-        sizes = attrs.evolve(SIZES[index % len(SIZES)], device=device)
+        sizes = attrs.evolve(worlds[index % len(worlds)], device=device)
         try:
             tally.add(program(seed, index, sizes))
         except Violation as violation:

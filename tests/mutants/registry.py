@@ -30,7 +30,7 @@ from kvstate.refusals import HostExhausted, Refusal, StreamBusy
 from kvstate.state import Lease, State, Stream
 from kvstate.testing.memory import MemoryBackend
 from kvstate.testing.transport import Network, StepTransport
-from kvstate.testing.walk import Tally, walk
+from kvstate.testing.walk import SIZES, Tally, walk
 from kvstate.testing.world import Sizes, Violation
 from kvstate.transitions import lifecycle, retrieve
 from kvstate.transitions.retrieve import Retrieval
@@ -38,6 +38,9 @@ from kvstate.transitions.step import Aborted, Committed
 from kvstate.types import Geometry, Publication, Segment, Step
 
 Patch = Callable[[], AbstractContextManager[None]]
+
+ONE_GROUP = tuple(sizes for sizes in SIZES if len(sizes.groups) == 1 and sizes.groups[0].window is None)
+"""Worlds in which programs are quick: what is wrong with one group is wrong with several."""
 
 WITNESSES = ("reference", "refusal", "promise", "oracle", "judge", "crash")
 """Who may object to a program of the walk, see `kvstate.testing.world.Violation`."""
@@ -1325,6 +1328,7 @@ def hunt(mutant: Mutant, programs_max: int | None = None, seed: int | None = Non
             float("inf"),
             tally,
             programs_max=mutant.programs if programs_max is None else programs_max,
+            worlds=ONE_GROUP,
         )
     if met is None:
         return None

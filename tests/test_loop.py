@@ -7,10 +7,12 @@ import pytest
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
 from kvstate.prefix import page_keys
+from kvstate.refusals import Refusal
 from kvstate.scheduler import Scheduler
 from kvstate.scheduler.batch import Batch
-from kvstate.scheduler.loop import Sampled, serve
+from kvstate.scheduler.loop import Sampled, Stopped, serve
 from kvstate.scheduler.requests import Finish, GenerationRequest
+from kvstate.state import Lease
 from kvstate.testing.engine import StampModel, expected
 from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry
@@ -89,3 +91,45 @@ def test_one_whose_prefix_is_lost_behind_the_lookup_starts_without() -> None:
     [output] = serve(scheduler, model, [wanted])
     assert not manager.race and (output.tokens, output.finish) == expected(wanted, geometry)[0]
     assert manager.match(page_keys(wanted.prompt, 2)) == 2, "and leaves its pages to others"
+
+
+class TooMany(StampModel):
+    """A model that samples a token too many."""
+
+    def result(self, batch: Batch) -> Sampled:
+        """Return the result and one more."""
+        return Sampled([*super().result(batch).tokens, 1])
+
+
+def test_a_model_that_samples_another_number_of_tokens_fails_its_batch_and_nobody_else() -> None:
+    geometry = Geometry(pages=20, page_size=2)
+    backend = MemoryBackend(geometry)
+    scheduler = Scheduler(KVManager(geometry, backend, debug=True), batch=1)
+    [output] = serve(scheduler, TooMany(backend, geometry), [GenerationRequest("a", (1, 2), 2)])
+    assert output.finish is Finish.FAILED and "draws 1 tokens, got 2" in output.error
+    assert (
+        list(serve(scheduler, StampModel(backend, geometry), [GenerationRequest("b", (1, 2), 2)]))[0].finish
+        is Finish.LENGTH
+    )
+
+
+class ClosedBeforePlan(KVManager):
+    """A manager that another thread closes between an admit and its plan."""
+
+    plans = 0
+
+    def plan(self, lease: Lease) -> Plan | Refusal:
+        """Plan, the second time on a closed manager."""
+        self.plans += 1
+        if self.plans == 2:
+            self.close()
+        return super().plan(lease)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_manager_that_is_closed_between_an_admit_and_its_plan_stops_the_loop(asynchronous: bool) -> None:
+    geometry = Geometry(pages=20, page_size=2)
+    backend = MemoryBackend(geometry)
+    scheduler = Scheduler(ClosedBeforePlan(geometry, backend), asynchronous=asynchronous)
+    with pytest.raises(Stopped, match="ManagerClosed"):
+        list(serve(scheduler, StampModel(backend, geometry), [GenerationRequest("a", (1, 2), 4)]))
