@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import pytest
 
+from kvstate.prefix import page_keys
 from kvstate.refusals import (
     AlreadyLaunched,
     ClaimEnded,
@@ -18,11 +19,14 @@ from kvstate.refusals import (
     LayoutMismatch,
     LeaseEnded,
     NoHostPool,
+    NotEmpty,
     NotLaunched,
     NotOnHost,
+    NotStored,
     OnRemoteHost,
     OutOfOrder,
     PagesExhausted,
+    PrefixLost,
     Refusal,
     StalePlan,
     StreamBusy,
@@ -32,6 +36,7 @@ from kvstate.refusals import (
     WorldSizeMismatch,
 )
 from kvstate.types import (
+    Group,
     LabelFork,
     Publication,
     Record,
@@ -45,7 +50,7 @@ from kvstate.types import (
 from kvstate.view import ClaimView, LeaseView, PartView, PoolView, StateView, StreamView
 from kvstate_spec.reference import Abstract, agrees
 from kvstate_spec.refinement import abstract_view, difference
-from tests.spec.sectors import Driver, driver, of_one_group, span, step
+from tests.spec.sectors import FULL, WINDOW, Driver, driver, of_one_group, span, step
 
 
 def published(length: int, *, label: str = "main", world_size: int = 1, rank: int = 0, **changes: Any) -> Publication:
@@ -768,9 +773,30 @@ VERBS = (
     *["advance"] * 32,
     *["admit"] * 12,
     *("ingest", "ingest", "ingest", "ingest", "plan", "launch", "exit", "commit", "abort", "reset", "remove"),
-    *("offload", "offload", "reload", "reload", "reload", "end", "end", "end", "end", "op_failed"),
+    *(
+        "offload",
+        "offload",
+        "reload",
+        "reload",
+        "reload",
+        "end",
+        "end",
+        "end",
+        "end",
+        "op_failed",
+        "op_failed",
+        "op_failed",
+    ),
     *("retrieve", "retrieve", "landed", "landed", "landed"),
+    *["key"] * 14,
+    *("remove", "remove", "remove", "reset", *["ingest"] * 8),
 )
+FORGET = 0.005
+"""How often the weights change."""
+
+GROUPS = ((Group(),), (Group(),), (Group(window=3),), (FULL, WINDOW), (Group("half", 128), FULL))
+PROMPT = list(range(1000, 1040))
+
 NEXT = {"admitted": "plan", "planned": "launch", "launching": "exit", "launched": "commit"}
 
 
@@ -779,14 +805,16 @@ class Walk(Driver):
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        groups = self.random.choice(GROUPS)
         super().__init__(
-            pages=self.random.choice([4, 12, 24, 48]),
+            pages=self.random.choice([8, 12, 24] if len(groups) > 1 else [4, 12, 24, 48]),
             page_size=self.random.choice([1, 2, 4]),
             host_pages=self.random.choice([0, 1, 12]),
+            groups=groups,
         )
         self.plans: dict[int, int] = {}
         for request in "abc":
-            self.ref.ingest(request)
+            self.ingest(request)
         self.seen: set[str] = set()
 
     def some(self, many: Any) -> Any:
@@ -806,13 +834,44 @@ class Walk(Driver):
     def step(self) -> Step:
         named = [self.name() for _ in range(self.random.randint(0, 3))]
         retention = {"main": RetentionPolicy(self.random.randint(1, 6), self.random.randint(0, 4))}
+        commit = self.random.random() < 0.85
         return Step(
-            [Segment(n.request, n.label, self.random.randint(0, 7)) for n in named] + [Segment.padding(2)],
+            [self.segment(n, commit and n not in named[:i]) for i, n in enumerate(named)] + [Segment.padding(2)],
             self.forks(),
             self.forks(),
-            commit=self.random.random() < 0.85,
+            commit=commit,
             retention=retention if self.random.random() < 0.3 else {},
         )
+
+    def segment(self, name: StreamId, first: bool) -> Segment:
+        """Return a segment, mostly with the prefix that a lookup finds where it can have one."""
+        found = page_keys(PROMPT, self.ref.geometry.page_size)
+        count = self.ref.match(found) if self.random.random() < 0.9 else self.random.randint(0, 3)
+        span = self.random.randint(0, 7)
+        return Segment(name.request, name.label, span, found[:count] if first and span and count < 6 else ())
+
+    def tokens(self, lease: int) -> list[list[int]]:
+        """Return the tokens of each segment: those of the prompt where a stream is inside it."""
+        if lease not in self.ref.leases:
+            return []
+        made = []
+        for segment in self.ref.leases[lease].step.segments:
+            found = [s for s in self.ref.streams() if (s.id.request, s.id.label) == (segment.request, segment.label)]
+            start = len(found[0].image.tokens) + len(segment.prefix) * self.ref.geometry.page_size if found else 99
+            made.append((PROMPT[start:] + list(range(self.token, self.token + 99)))[: segment.span])
+            self.token += segment.span
+        return made
+
+    def keyable(self) -> object:
+        """Key what a stream holds of the prompt."""
+        stream = self.some([s for s in self.ref.streams() if s.image.opened] or [None])
+        if stream is None:
+            return None
+        keyed = len(stream.image.keys) * self.ref.geometry.page_size
+        rest = stream.image.tokens[keyed:]
+        if not all(isinstance(token, int) for token in stream.image.tokens):
+            return None
+        return self.key(stream.id.request, rest + [0] * (self.random.random() < 0.1), stream.id.label)
 
     def accepted(self, lease: int) -> list[int]:
         segments, counts, closed = self.ref.leases[lease].step.segments, [], set()
@@ -826,6 +885,9 @@ class Walk(Driver):
 
     def act(self) -> object:
         ref, handle = self.ref, self.handle()
+        if self.random.random() < FORGET:
+            self.seen.add("weights changed")
+            return self.reset_prefix_cache()
         leases, claims = [*ref.leases, -5], [*ref.claims, -5]
         lease, claim, request = self.some(leases[:2] or leases), self.some(claims[:2]), self.some("aabbccd")
         held, open_claim = ref.leases.get(lease), ref.claims.get(claim)
@@ -834,59 +896,79 @@ class Walk(Driver):
             verb = NEXT[held.status] if held is not None else "admit"
         if verb == "admit":
             before, order = ref.abstract(), [list(r.streams) for r in ref.requests.values()]
-            outcome = ref.admit(self.step(), handle=handle)
+            wanted = self.step()
+            asked = self.probe(wanted)
+            outcome = self.admit(wanted, handle=handle)
+            assert asked == outcome
+            if outcome is None:
+                self.seen |= {"prefix" for s in wanted.segments if s.prefix}
             if outcome is None and self.random.random() < 0.3:
-                ref.abort(handle)
+                self.abort(handle)
             if handle not in ref.leases:
-                assert ref.abstract() == before
+                now = ref.abstract()
+                # What was granted and returned may have cost cached pages.
+                if outcome is None:
+                    assert set(now.findable) <= set(before.findable)
+                    now = attrs.evolve(now, findable=before.findable, cached=before.cached)
+                assert now == before
                 assert [list(r.streams) for r in ref.requests.values()] == order
             return outcome
         if verb == "plan":
-            outcome = ref.plan(lease, handle=handle)
+            outcome = self.plan(lease, handle=handle)
             if outcome is None:
                 self.plans[lease] = handle
             return outcome
         if verb == "launch":
-            return ref.launch_enter(lease, plan=self.plans.get(lease, 0))
+            return self.launch_enter(lease, plan=self.plans.get(lease, 0))
         if verb == "exit" and held is not None and held.status == "launching":
-            return ref.launch_exit(lease, failed=self.random.random() < 0.1)
+            return self.launch_exit(lease, failed=self.random.random() < 0.1)
         if verb == "commit":
             return self.commit(lease, self.accepted(lease) if held is not None else None)
         if verb == "abort":
-            return ref.abort(lease)
+            return self.abort(lease)
         if verb == "offload":
-            return ref.claim_offload(request, self.random.random() < 0.3, handle=handle)
+            return self.claim_offload(request, self.random.random() < 0.3, handle=handle)
         if verb == "reload":
-            return ref.claim_reload(request, self.step() if self.random.random() < 0.5 else None, handle=handle)
+            return self.claim_reload(request, self.step() if self.random.random() < 0.5 else None, handle=handle)
         if verb == "end" and (open_claim is None or open_claim.kind != "retrieve"):
-            return ref.commit_offload(claim) if self.random.random() < 0.7 else ref.abandon_reload(claim)
+            return self.commit_offload(claim) if self.random.random() < 0.7 else self.abandon_reload(claim)
         if verb == "op_failed":
-            return ref.op_failed(claim, "broken")
+            return self.op_failed(claim, "broken")
         if verb == "retrieve":
             labels = self.some([["main"], ["x", "main"]])
             size = ref.geometry.page_size
             found = {label: published(self.random.randint(0, 12), page_size=size).ranks[0]["main"] for label in labels}
             handles = {label: self.handle() for label in labels}
-            return ref.claim_retrieve(request, Publication("a", 1, {0: found}), labels, handles=handles)
+            return self.claim_retrieve(request, Publication("a", 1, {0: found}), labels, handles=handles)
         if verb == "landed" and open_claim is not None and open_claim.kind == "retrieve":
             if self.random.random() < 0.4:
-                return self.some([lambda: ref.failed(claim, "torn"), lambda: ref.cancelled(claim)])()
+                return self.some([lambda: self.failed(claim, "torn"), lambda: self.cancelled(claim)])()
             assert open_claim.record is not None
             stored = 0 if open_claim.orphaned else len(open_claim.request.streams[open_claim.label].image.tokens)
-            return ref.landed(claim, ["fetched"] * (open_claim.record.length - stored))
+            return self.landed(claim, ["fetched"] * (open_claim.record.length - stored))
+        if verb == "key":
+            return self.keyable()
         if verb in ("reset", "remove"):
-            return ref.reset(request, self.random.random() < 0.5) if verb == "reset" else ref.remove(request)
-        return ref.ingest(self.some("abc"))
+            return self.reset(request, self.random.random() < 0.5) if verb == "reset" else self.remove(request)
+        return self.ingest(self.some("abc"))
 
     def check(self) -> None:
         ref, size = self.ref, self.ref.geometry.page_size
-        assert 0 <= ref.device_free <= ref.geometry.pages
-        assert 0 <= ref.host_free <= ref.geometry.host_pages
+        for tier in ref.pages_available() if len(ref.geometry.groups) == 1 else {}:
+            assert ref.pages_available()[tier][0] >= 0
+        found = [entry.page for entry in ref.findable.values()]
+        assert len(found) == len(set(found)), "a page has one key"
+        assert {page for page, _ in ref.cached} == set(found) - ref._owned(), "cached is what only a key keeps"
+        self.seen |= {"cached" for _ in ref.cached}
         tails: list[Any] = []
         for s in ref.streams():
             tables = s.host if s.residency in ("OnHost", "Reloading") else s.image.content
             assert [len(table) for table in tables] == [-(-len(s.image.tokens) // size)] * len(tables), s.id
             for group, table in enumerate(s.image.content):
+                passed = ref.geometry.skipped(group, len(s.image.tokens))
+                assert None not in table[passed:] or s.image.released, "a window holds what it needs"
+                assert table[:passed] == [None] * len(table[:passed]), "a window holds no more than it needs"
+                self.seen |= {"window" for page in table if page is None}
                 tails += s.image.surplus[group] + (table[-1:] if len(s.image.tokens) % size else [])
             self.seen.add(s.residency)
         assert len(tails) == len(set(tails)), "two streams would write one page"
@@ -897,16 +979,16 @@ class Walk(Driver):
     def end(self) -> None:
         for lease, held in list(self.ref.leases.items()):
             if held.status == "launching":
-                self.ref.launch_exit(lease, failed=True)
+                self.launch_exit(lease, failed=True)
             else:
-                self.ref.abort(lease)
+                self.abort(lease)
             self.check()
         for request in list(self.ref.requests):
-            self.ref.remove(request)
+            self.remove(request)
         for claim, held_claim in list(self.ref.claims.items()):
-            self.ref.cancelled(claim) if held_claim.kind == "retrieve" else self.ref.abandon_offload(claim)
-        assert self.ref.device_free == self.ref.geometry.pages
-        assert self.ref.host_free == self.ref.geometry.host_pages
+            self.cancelled(claim) if held_claim.kind == "retrieve" else self.abandon_offload(claim)
+        assert not self.ref._owned()
+        assert not self.ref._owned_on_host()
 
 
 def walked(seeds: range, actions: int) -> set[str]:
@@ -926,12 +1008,13 @@ def walked(seeds: range, actions: int) -> set[str]:
 
 
 def test_random_walks_keep_the_books_and_reach_what_they_claim_to() -> None:
-    seen = walked(range(60), 120)
+    seen = walked(range(50), 120)
     assert seen >= {"OnDevice", "Offloading", "OnHost", "Reloading", "Fetching", "FetchFailed"}
+    assert seen >= {"prefix", "cached", "window", "weights changed"}
     refusals = (
         *(AlreadyLaunched, ClaimEnded, CopyFailed, FetchFailed, FetchPending, ForkPending, HostExhausted, LeaseEnded),
         *(NoHostPool, NotLaunched, NotOnHost, OutOfOrder, PagesExhausted, StalePlan, StreamBusy, StreamNotOnDevice),
-        *(TooLarge, UnknownRequest),
+        *(TooLarge, UnknownRequest, PrefixLost, NotEmpty, NotStored),
     )
     assert seen >= {refusal.__name__ for refusal in refusals}
 
