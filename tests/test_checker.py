@@ -32,6 +32,7 @@ def test_a_program_of_the_walk_is_made_by_its_seed_and_index_alone(index: int) -
     assert walk.program(3, index + 100, sizes).program != one.program
 
 
+@pytest.mark.slow
 def test_a_walk_runs_its_programs_in_order_over_all_sizes() -> None:
     met: list[Any] = []
 
@@ -64,6 +65,7 @@ def test_tallies_of_processes_add_up_and_keep_the_longest_time() -> None:
 # -- one job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("break_core", "witnesses"),
     [(greedy_retention, {"oracle", "promise", "reference"}), (forgetful_drop, {"judge"})],
@@ -93,6 +95,7 @@ def test_a_job_stops_at_the_first_violation_and_runs_no_further_layer(monkeypatc
     assert [tally.layer for tally in tallies] == ["fuzz"]
 
 
+@pytest.mark.slow
 def test_a_job_on_a_healthy_core_runs_every_layer() -> None:
     heard: list[str] = []
     tallies, found = job(2, 1.0, checker.LAYERS, lambda tally: heard.append(tally.layer))

@@ -400,6 +400,7 @@ def python_blocks() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", python_blocks())
 def test_a_block_of_python_runs(block: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)

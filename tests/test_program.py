@@ -186,6 +186,7 @@ def test_the_text_of_a_program_runs_as_that_program(case: str) -> None:
     assert again.program == ran.program
 
 
+@pytest.mark.slow
 def test_many_programs_of_the_walk_replay_as_they_ran() -> None:
     for index in range(len(walk.SIZES)):
         ran = walk.program(9, index, walk.SIZES[index % len(walk.SIZES)])

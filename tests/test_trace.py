@@ -86,6 +86,7 @@ BY_HAND = {"abandon_fetch", "clear"}
 """Verbs that no walk calls."""
 
 
+@pytest.mark.slow
 def test_every_verb_is_in_some_trace(walked: Any) -> None:
     met: set[str] = set()
     for index in range(100):

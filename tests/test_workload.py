@@ -657,6 +657,7 @@ def test_tokens_are_a_function_of_request_and_seed() -> None:
         assert not set(prompt_tokens(request)) & set(prompt_tokens(request, seed=1))
 
 
+@pytest.mark.slow
 @given(st.integers(0, TOKENS_MAX), st.text(min_size=1), st.integers())
 def test_tokens_fit_into_64_bits_with_a_sign(block: int, id: str, seed: int) -> None:
     for request in (named(3, block), named(3, id=id), named(1 + 2**20, id=id)):

@@ -193,6 +193,7 @@ class Both:
                 torch.testing.assert_close(torch.stack(own.logits), expected, atol=1e-4, rtol=0, msg=str(stream))
 
 
+@pytest.mark.slow
 def test_chunked_prefill_and_decode() -> None:
     both = Both()
     both.ingest("a")
@@ -426,6 +427,7 @@ def windowed(
     return torch.randn(sum(spans), HEADS, HEAD_DIM, generator=draw), view, tensors
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 5),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=3).filter(

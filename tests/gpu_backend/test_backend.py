@@ -217,6 +217,7 @@ def test_threads_write_disjoint_pages_at_once() -> None:
         assert rig.content(name) == [place * 1000 + 39] * 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [{}, {"asynchronous": True, "sampled": True}, {"threads": True}], ids=str)
 @pytest.mark.parametrize(
     "groups", [(Group(),), (Group("full", 256), Group("local", 128, window=40))], ids=["one group", "two groups"]
@@ -240,6 +241,7 @@ def test_a_served_workload_generates_what_it_does_on_the_memory_device(
     assert reports[0].digest == reports[1].digest
 
 
+@pytest.mark.slow
 def test_random_programs_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstate.testing.subject.find", lambda name: cpu_backend)
     assert walk(7, 60.0, Tally("walk"), programs_max=6, device="cpu") is None

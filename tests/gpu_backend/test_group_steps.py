@@ -73,6 +73,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), st.lists(steps, min_size=1, max_size=6), st.booleans())
 def test_tensors_agree_with_the_plan_in_every_group(
     page_size: int, program: list[list[tuple[str, str, int]]], combine: bool
@@ -87,6 +88,7 @@ def test_tensors_agree_with_the_plan_in_every_group(
             everywhere(rig, plan, rig.backend.bind(plan))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 20), min_size=3, max_size=3),
     st.lists(st.sampled_from(("a", "b", "c", None)), min_size=1, max_size=5, unique=True),
@@ -206,6 +208,7 @@ def numbers(count: int, heads: int, seed: int) -> torch.Tensor:
     return torch.randint(1, 99, (count, heads, 8), generator=torch.Generator().manual_seed(seed)).float()
 
 
+@pytest.mark.slow
 def test_k_and_v_of_a_layer_go_to_its_group_and_nowhere_else() -> None:
     rig = Rig(mixed())
     rig.ingest("a", "b")
@@ -253,6 +256,7 @@ def test_the_default_layer_chooses_the_group_of_every_call() -> None:
         assert rig.backend.bind(plan).tensors().window == 6, "every plan begins with layer 0"
 
 
+@pytest.mark.slow
 def test_torch_compile_keeps_the_writes_of_two_groups_in_place_and_in_order() -> None:
     rig = Rig(mixed())
     rig.ingest("a")

@@ -170,6 +170,7 @@ def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
                 call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_torch_compile_keeps_the_write_in_place_and_in_order(dtype: str) -> None:
     made = rig(dtype)

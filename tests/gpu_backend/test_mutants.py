@@ -567,6 +567,7 @@ def test_no_two_mutants_share_an_id() -> None:
     assert len({mutant.id for mutant in MUTANTS}) == len(MUTANTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_the_named_test_fails_under_the_mutant_and_passes_without(mutant: Mutant) -> None:
     with mutant.patch():

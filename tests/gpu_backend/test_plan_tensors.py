@@ -82,6 +82,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), st.lists(steps, min_size=1, max_size=4), st.booleans())
 def test_tensors_agree_with_the_plan(page_size: int, program: list[list[tuple[str, str, int]]], combine: bool) -> None:
     rig = Rig(layout(page_size=page_size, pages=200, host_pages=0), rows=8)
@@ -97,6 +98,7 @@ def test_tensors_agree_with_the_plan(page_size: int, program: list[list[tuple[st
                 agree(rig, plan, access.tensors(label))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 9), min_size=3, max_size=3),
     st.lists(st.sampled_from(("a", "b", "c", None)), min_size=1, max_size=5, unique=True),
@@ -185,6 +187,7 @@ def test_static_buffers_keep_their_address_whatever_is_planned() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from((None, 20, 32)))
 def test_the_tail_of_static_buffers_is_at_the_sink(spans: list[int], bucket: int | None) -> None:
     rig = decode_rig()

@@ -28,6 +28,7 @@ from kvstate.manager import KVManager
 from kvstate.ops import CopyOut, Plan
 from kvstate.refusals import HostExhausted, Refusal, StreamBusy
 from kvstate.state import Lease, State, Stream
+from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import MemoryBackend
 from kvstate.testing.transport import Network, StepTransport
 from kvstate.testing.walk import SIZES, Tally, walk
@@ -35,7 +36,7 @@ from kvstate.testing.world import Sizes, Violation
 from kvstate.transitions import lifecycle, retrieve
 from kvstate.transitions.retrieve import Retrieval
 from kvstate.transitions.step import Aborted, Committed
-from kvstate.types import Geometry, Publication, Segment, Step
+from kvstate.types import Geometry, Publication, Segment, Step, StreamFork, StreamId
 
 Patch = Callable[[], AbstractContextManager[None]]
 
@@ -288,6 +289,61 @@ def a_decode_phase_after_a_fetch() -> None:
     assert isinstance(consumer.admit(Step([Segment("r")])), Lease), "the fetch that has ended is pending for ever"
 
 
+def a_source_that_leaves_behind_its_post_fork() -> None:
+    """A page is copied by a post-fork, its stream is removed, and a reload fills the page: behind that copy."""
+    geometry = Geometry(pages=4, page_size=2, host_pages=2)
+    judge = EdgeJudge.of(geometry)
+    manager = KVManager(geometry, MemoryBackend(geometry, judge=judge), debug=True)
+    for request in ("r", "s", "t"):
+        manager.ingest(request)
+    for step in (
+        Step([Segment("s", span=4)]),
+        Step([Segment("r", span=3)], post_forks=[StreamFork(StreamId("r"), StreamId("t"))]),
+    ):
+        lease = manager.admit(step)
+        assert isinstance(lease, Lease)
+        plan = manager.plan(lease)
+        assert isinstance(plan, Plan)
+        with manager.launch(plan):
+            pass
+        manager.commit(lease)
+        manager.offload("s")
+    manager.remove("r")
+    assert not isinstance(manager.reload("s"), Refusal)
+    assert not judge.violations, judge.violations
+
+
+def the_first_of_two_fetches_is_cancelled() -> None:
+    """A request fetches two labels; the cancel of one is confirmed while the other still writes."""
+    network = Network()
+    managers = []
+    for address in ("a", "b"):
+        geometry = Geometry(pages=6, page_size=2, name=address)
+        backend = MemoryBackend(geometry)
+        transport = StepTransport(network, address)
+        manager = KVManager(geometry, backend, transport=transport, address=address, debug=False)
+        network.join(address, backend, manager.epoch_holds)
+        managers.append((manager, transport))
+    (publisher, _), (consumer, transport) = managers
+    publisher.ingest("r")
+    lease = publisher.admit(Step([Segment("r", span=3), Segment("r", "cfg", 3)]))
+    assert isinstance(lease, Lease)
+    plan = publisher.plan(lease)
+    assert isinstance(plan, Plan)
+    with publisher.launch(plan):
+        pass
+    publisher.commit(lease)
+    published = publisher.publish("r")
+    assert isinstance(published, Publication)
+    consumer.ingest("r")
+    started = consumer.claim_retrieve("r", published, labels=["main", "cfg"])
+    assert isinstance(started, Retrieval)
+    consumer.cancel_retrieve("r")
+    transport.confirm_cancel(started.fetches[0])
+    consumer.poll()
+    assert consumer.pages_free()["device"] == (4,), "pages that a fetch still writes are free"
+
+
 # -- the registry
 
 
@@ -307,8 +363,6 @@ class Mutant:
         The witnesses of the random walk that may be first to object.
     seed, programs
         From this seed on, the walk must find it within so many programs.
-    slow
-        The walk takes longer than a few tenths of a second to find it.
     by_hand
         For verbs that block, which no walk calls, and where a short program says more: it must fail under the mutant.
         Then `layers` is empty.
@@ -322,7 +376,6 @@ class Mutant:
     layers: tuple[str, ...] = attrs.field(default="", converter=lambda names: tuple(names.split()))
     seed: int = 1
     programs: int = 100
-    slow: bool = False
     by_hand: Callable[[], None] | None = None
     to_come: str = ""
 
@@ -393,7 +446,6 @@ MUTANTS: tuple[Mutant, ...] = (
         off("transitions.offload.commit_offload", "state.host.drop(part.host, copy)"),
         layers="promise",
         seed=4,
-        slow=True,
     ),
     Mutant(
         "O5-reset",
@@ -482,7 +534,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a copy that failed at submit is noted nowhere",
         off("transitions.lifecycle.op_failed", "owner.failure = error"),
         layers="oracle",
-        slow=True,
     ),
     Mutant(
         "O10-abandon",
@@ -498,7 +549,6 @@ MUTANTS: tuple[Mutant, ...] = (
             ("state.device.drop(part.device, copy)", "claim.failure or state.device.drop(part.device, copy)"),
         ),
         layers="promise",
-        slow=True,
     ),
     Mutant(
         "O10-finish",
@@ -511,7 +561,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a full host pool is reported, and the device pages leave all the same",
         wrap("transitions.offload.claim_offload", _full_host_pool_is_only_logged),
         layers="refusal",
-        slow=True,
     ),
     # -- ordering on the device
     Mutant(
@@ -529,7 +578,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         layers="judge",
         seed=2,
-        slow=True,
     ),
     Mutant(
         "D2-grant",
@@ -556,10 +604,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "transitions.fork.apply_post_forks",
             "fork.source.stream.used = merge(fork.source.stream.used, at(Queue.COMPUTE, op.number))",
         ),
-        layers="judge",
-        seed=28,
-        programs=2000,
-        slow=True,
+        by_hand=a_source_that_leaves_behind_its_post_fork,
     ),
     Mutant(
         "D2-fetch",
@@ -634,7 +679,6 @@ MUTANTS: tuple[Mutant, ...] = (
         layers="judge",
         seed=3,
         programs=600,
-        slow=True,
     ),
     Mutant(
         "D8-whole-page",
@@ -648,7 +692,6 @@ MUTANTS: tuple[Mutant, ...] = (
         edit("arena.Pool.drop", ("fences[page] = merged", "fences[page] = fence if left else merged")),
         layers="judge",
         programs=600,
-        slow=True,
     ),
     Mutant(
         "D11-grant",
@@ -693,7 +736,6 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         layers="promise",
-        slow=True,
     ),
     Mutant(
         "D11-launched",
@@ -734,7 +776,6 @@ MUTANTS: tuple[Mutant, ...] = (
             ("tuple(list(own) for own in pages), uses", "tuple(list(own) for own in pages), NOTHING"),
         ),
         layers="judge",
-        slow=True,
     ),
     Mutant(
         "D14-number",
@@ -794,7 +835,6 @@ MUTANTS: tuple[Mutant, ...] = (
         layers="oracle",
         seed=2,
         programs=600,
-        slow=True,
     ),
     Mutant(
         "F3-dropped",
@@ -808,8 +848,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a post-fork still runs when the one that gives its source was dropped",
         edit("transitions.step._surviving", (" or fork.source in dropped:", ":")),
         layers="oracle",
-        seed=5,
-        programs=2000,
+        seed=1,
+        programs=100,
     ),
     Mutant(
         "F3-pre",
@@ -1077,10 +1117,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "            state.device.drop(one.owned, NOTHING)",
             ),
         ),
-        layers="promise",
-        seed=17,
-        programs=2000,
-        slow=True,
+        by_hand=the_first_of_two_fetches_is_cancelled,
     ),
     Mutant(
         "P9-poll",
@@ -1124,7 +1161,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "retention does not raise the epoch",
         off("transitions.step._commit_row", "stream.epoch += 1"),
         layers="promise",
-        slow=True,
     ),
     Mutant(
         "promise-epoch-reset",
@@ -1151,7 +1187,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a reset keeps pages sealed",
         off("transitions.leaving.empty", "pool.sealed[page] = 0"),
         layers="promise",
-        slow=True,
     ),
     Mutant(
         "promise-unsealed",
@@ -1172,7 +1207,6 @@ MUTANTS: tuple[Mutant, ...] = (
         layers="reference",
         seed=3,
         programs=600,
-        slow=True,
     ),
     Mutant(
         "promise-forgotten",
@@ -1180,7 +1214,6 @@ MUTANTS: tuple[Mutant, ...] = (
         off("transitions.leaving.end_row", "forget(state, stream)"),
         layers="reference",
         programs=600,
-        slow=True,
     ),
     Mutant(
         "promise-room",

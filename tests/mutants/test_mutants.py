@@ -69,9 +69,8 @@ def test_a_patch_changes_the_core_and_leaves_nothing_behind(mutant: Mutant) -> N
     assert list(functions()) == before
 
 
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(m, id=m.id, marks=[pytest.mark.slow] if m.slow else []) for m in WALKED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [pytest.param(m, id=m.id) for m in WALKED])
 def test_the_walk_catches(mutant: Mutant, record_property: Any) -> None:
     caught = hunt(mutant)
     assert caught is not None, f"{mutant.what}: {mutant.programs} programs and nobody objected"

@@ -20,6 +20,7 @@ def test_every_row_has_a_mutant_and_every_mutant_says_what_catches_it() -> None:
     assert all(bool(mutant.layers) != (mutant.by_hand is not None) for mutant in MUTANTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", PLAYED, ids=lambda mutant: mutant.id)
 def test_schedules_catch(mutant: Mutant) -> None:
     caught = hunt(mutant)
