@@ -16,6 +16,7 @@ from kvstate import Segment, Step
 from kvstate.ops import Plan, PlanView, Tier
 from kvstate.prefix import Key, page_keys
 from kvstate.refusals import Refusal
+from kvstate.state import ReloadClaim
 from kvstate.transitions.offload import Offloaded
 from kvstate.transitions.prefix import Keyed
 from kvstate.transitions.step import Committed
@@ -229,10 +230,17 @@ class Serving:
     def reload(self, name: str) -> bool:
         """Reload a request; pages whose content the device has are not copied, but owned."""
         before = self.findable()
-        if isinstance(self.kv.reload(name), Refusal):
+        pages = [{key: page for page, key in pool.keys} for pool in self.kv.view().device]
+        claim = self.kv.claim_reload(name)
+        if isinstance(claim, Refusal):
             return False
+        assert isinstance(claim, ReloadClaim) and claim.op is not None
+        copied = [{target for _, target, _ in copies} for copies in claim.op.copies]
+        assert not isinstance(self.kv.commit_claim(claim), Refusal)
         keyed = next(stream.keyed for stream in self.kv.view().streams if stream.request == name)
-        self.take_over(name, self.keys(name)[:keyed], before)
+        # Where found pages lie in too many sectors, those that nobody owns are copied all the same.
+        owned = {(group, key) for group, key in before if pages[group][key] not in copied[group]}
+        self.take_over(name, self.keys(name)[:keyed], owned)
         self.note(name, before)
         self.spoil()
         return True

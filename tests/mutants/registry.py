@@ -1205,8 +1205,8 @@ MUTANTS: tuple[Mutant, ...] = (
             ("for lease in open_on(stream) if lease < serial", "for lease in open_on(stream)"),
         ),
         layers="reference",
-        seed=3,
-        programs=600,
+        seed=12,
+        programs=100,
     ),
     Mutant(
         "promise-forgotten",
