@@ -20,13 +20,13 @@ from kvstate.testing.found import Found, FoundSchedule
 from kvstate.testing.schedules import replay as schedule_files
 from kvstate.testing.walk import Tally
 
-BUDGETS = {"smoke": 20.0, "ci": 60.0, "nightly": 1800.0}
+BUDGETS = {"smoke": 20.0, "ci": 90.0, "nightly": 1800.0}
 """Seconds."""
 
 
 @click.command()
 @click.option("--seconds", type=click.FloatRange(min=1), help="Time for all layers; overrides --budget.")
-@click.option("--budget", type=click.Choice(list(BUDGETS)), default="ci", show_default=True, help="20, 60 or 1,800 s.")
+@click.option("--budget", type=click.Choice(list(BUDGETS)), default="ci", show_default=True, help="20, 90 or 1,800 s.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Job i runs with SEED + i.")
 @click.option("--jobs", type=click.IntRange(min=1), default=None, help="Processes.  [default: one per core]")
 @click.option(

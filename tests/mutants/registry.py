@@ -691,7 +691,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "only the last owner's uses are merged into the fence",
         edit("arena.Pool.drop", ("fences[page] = merged", "fences[page] = fence if left else merged")),
         layers="judge",
-        programs=600,
+        seed=4,
     ),
     Mutant(
         "D11-grant",
@@ -833,8 +833,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the second of two post-forks in a row copies from a page that the first has not filled yet",
         off("transitions.fork.apply_post_forks", "roots[group][page] = source_page"),
         layers="oracle",
-        seed=2,
-        programs=600,
+        seed=3,
     ),
     Mutant(
         "F3-dropped",
@@ -848,8 +847,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a post-fork still runs when the one that gives its source was dropped",
         edit("transitions.step._surviving", (" or fork.source in dropped:", ":")),
         layers="oracle",
-        seed=1,
-        programs=100,
+        seed=2,
     ),
     Mutant(
         "F3-pre",
@@ -885,7 +883,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "sharing rule of reset off: it keeps pages that others own too",
         edit("transitions.lifecycle._owned_alone", ("if pool.owners[page] == 1", "if pool.owners[page]")),
         layers="reference promise",
-        seed=4,
     ),
     Mutant(
         "F5-pre-copy",
@@ -962,8 +959,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a plan that a newer one replaced can be launched",
         edit("transitions.step.launch_enter", ("if lease.plan is not planned:", "if False:")),
         layers="reference",
-        seed=2,
-        programs=600,
     ),
     Mutant(
         "S4-slot",
@@ -1213,7 +1208,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a stream that nobody opened stays in its request when its step was cancelled",
         off("transitions.leaving.end_row", "forget(state, stream)"),
         layers="reference",
-        programs=600,
+        seed=2,
     ),
     Mutant(
         "promise-room",
