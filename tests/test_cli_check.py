@@ -162,12 +162,12 @@ def test_nothing_is_written_where_nothing_was_found(kvstate: Any, asked: Any, tm
 @pytest.mark.parametrize(
     ("options", "seconds", "seed", "jobs", "layers"),
     [
-        (["--jobs", "2"], 60.0, 0, 2, ("fuzz", "walk", "scheduler")),
+        (["--jobs", "2"], 90.0, 0, 2, ("fuzz", "walk", "scheduler")),
         (["--budget", "smoke", "--jobs", "1"], 20.0, 0, 1, ("fuzz", "walk", "scheduler")),
         (["--budget", "nightly", "--seconds", "5", "--jobs", "1"], 5.0, 0, 1, ("fuzz", "walk", "scheduler")),
-        (["--seed", "9", "--jobs", "3", "--layer", "walk"], 60.0, 9, 3, ("walk",)),
-        (["--jobs", "1", "--layer", "walk", "--layer", "fuzz"], 60.0, 0, 1, ("fuzz", "walk")),
-        (["--jobs", "1", "--layer", "scheduler"], 60.0, 0, 1, ("scheduler",)),
+        (["--seed", "9", "--jobs", "3", "--layer", "walk"], 90.0, 9, 3, ("walk",)),
+        (["--jobs", "1", "--layer", "walk", "--layer", "fuzz"], 90.0, 0, 1, ("fuzz", "walk")),
+        (["--jobs", "1", "--layer", "scheduler"], 90.0, 0, 1, ("scheduler",)),
     ],
 )
 def test_options_reach_the_checker(
@@ -217,7 +217,7 @@ def test_the_json_report_says_everything(kvstate: Any, asked: Any, tmp_path: Pat
     kvstate("check", "--seed", 4, "--jobs", 2, "--json", tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
     assert {key: report[key] for key in ("verdict", "seconds_asked", "seconds", "seed", "jobs", "missing")} == {
-        "verdict": "violation", "seconds_asked": 60.0, "seconds": 20.5, "seed": 4, "jobs": 2,
+        "verdict": "violation", "seconds_asked": 90.0, "seconds": 20.5, "seed": 4, "jobs": 2,
         "missing": ["surplus pages"],
     }  # fmt: skip
     assert [layer["layer"] for layer in report["layers"]] == ["fuzz", "walk"]
