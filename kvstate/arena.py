@@ -265,7 +265,7 @@ class SortedPool(Pool):
 class SectorPool(Pool):
     """The pages of one group whose sectors come from, and return to, an arena."""
 
-    __slots__ = ("_arena", "_full", "_masks", "_owned", "_partial", "_per", "busy_count")
+    __slots__ = ("_arena", "_busy", "_full", "_masks", "_owned", "_partial", "_per")
 
     def __init__(self, arena: Arena, group: int, page_size: int, pages: int, per_sector: int) -> None:
         super().__init__(arena.tier, pages, group, page_size)
@@ -277,7 +277,7 @@ class SectorPool(Pool):
         self._masks: dict[int, int] = {}
         self._partial: list[dict[int, None]] = [{} for _ in range(per_sector + 1)]
         self._owned = 0
-        self.busy_count = 0
+        self._busy = 0
 
     @property
     def owned(self) -> int:
@@ -285,7 +285,7 @@ class SectorPool(Pool):
 
     @property
     def busy(self) -> int:
-        return self.busy_count
+        return self._busy
 
     def free_pages(self) -> tuple[int, ...]:
         masks = self._masks
@@ -347,7 +347,7 @@ class SectorPool(Pool):
         was = used[sector]
         used[sector] = was + pages
         self._owned += pages
-        self.busy_count += (was + pages > 0) - (was > 0)
+        self._busy += (was + pages > 0) - (was > 0)
 
     def _taken(self, page: int) -> None:
         self._use(page // self._per, 1)
@@ -495,10 +495,6 @@ class Arena:
         return tuple(
             per * (left + pool.busy) - pool.owned for pool, per in zip(self.pools, self.per_sector, strict=True)
         )
-
-    def sectors_for(self, pages: Sequence[int]) -> int:
-        """Return the sectors that so many pages per group need at least; of one group, its pages."""
-        return sum(-(-count // per) for count, per in zip(pages, self.per_sector, strict=True))
 
     def make_room(self, wanted: Sequence[int]) -> None:
         """Evict cached pages, the oldest first and no more than needed, until `wanted` pages per group are free.

@@ -313,6 +313,11 @@ class WideRow(Row):
     policy: RetentionPolicy | None
     prefix: tuple[Key, ...]
 
+    @property
+    def owned(self) -> tuple[Pages, Pages, Pages]:
+        """The pages that the row owns."""
+        return self.takes, self.temps, self.tails
+
 
 @attrs.define(eq=False)
 class Fork:

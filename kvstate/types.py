@@ -14,28 +14,9 @@ from typing import Any
 import attrs
 
 from kvstate.prefix import KEY_BYTES, Key
+from kvstate.validators import non_empty, not_negative, positive, whole
 
 MAIN = "main"
-
-
-def _whole(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{attribute.name} must be a whole number, got {value!r}")
-
-
-def _positive(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{attribute.name} must be a whole number of at least 1, got {value!r}")
-
-
-def _not_negative(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{attribute.name} must be a whole number of at least 0, got {value!r}")
-
-
-def _name(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{attribute.name} must be a non-empty string, got {value!r}")
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
@@ -70,8 +51,8 @@ def _plan_labels(values: Mapping[Iterable[str], str]) -> dict[tuple[str, ...], s
 class StreamId:
     """Names one token history: a request and one of its labels."""
 
-    request: str = attrs.field(validator=_name)
-    label: str = attrs.field(default=MAIN, validator=_name)
+    request: str = attrs.field(validator=non_empty)
+    label: str = attrs.field(default=MAIN, validator=non_empty)
 
     def __str__(self) -> str:
         return f"{self.request}/{self.label}"
@@ -91,9 +72,9 @@ class Group:
         Tokens that a token attends to, itself included (sliding-window attention); None: all before it.
     """
 
-    name: str = attrs.field(default="full", validator=_name)
-    page_bytes: int = attrs.field(default=1, validator=_positive)
-    window: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
+    name: str = attrs.field(default="full", validator=non_empty)
+    page_bytes: int = attrs.field(default=1, validator=positive)
+    window: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
 
 
 def _groups(values: Iterable[Group]) -> tuple[Group, ...]:
@@ -131,11 +112,11 @@ class Geometry:
     (4096, (1, 4), (10, 40))
     """
 
-    pages: int = attrs.field(validator=_positive)
-    page_size: int = attrs.field(default=16, validator=_positive)
-    host_pages: int = attrs.field(default=0, validator=_not_negative)
+    pages: int = attrs.field(validator=positive)
+    page_size: int = attrs.field(default=16, validator=positive)
+    host_pages: int = attrs.field(default=0, validator=not_negative)
     groups: tuple[Group, ...] = attrs.field(default=(Group(),), converter=_groups)
-    name: str = attrs.field(default="kv", validator=_name)
+    name: str = attrs.field(default="kv", validator=non_empty)
 
     @groups.validator
     def _some_groups(self, _: attrs.Attribute[Any], value: tuple[Group, ...]) -> None:
@@ -179,6 +160,14 @@ class Geometry:
         """
         return -(-tokens // self.page_size)
 
+    def sectors_for(self, pages: Sequence[int]) -> int:
+        """Return the sectors that so many pages per group need at least; with one group, its pages.
+
+        >>> Geometry(pages=4, groups=(Group("full", 256), Group("window", 128))).sectors_for((1, 3))
+        3
+        """
+        return sum(-(-count // per) for count, per in zip(pages, self.pages_per_sector, strict=True))
+
     def skipped(self, group: int, length: int) -> int:
         """Return the leading pages that `group` need not hold when `length` tokens are stored.
 
@@ -200,8 +189,8 @@ class RetentionPolicy:
     `protected_prefix` ones (the attention sinks of StreamingLLM, Xiao et al. 2023).
     """
 
-    context_budget: int = attrs.field(validator=_positive)
-    protected_prefix: int = attrs.field(default=0, validator=_not_negative)
+    context_budget: int = attrs.field(validator=positive)
+    protected_prefix: int = attrs.field(default=0, validator=not_negative)
 
 
 def _policies(values: Mapping[str, RetentionPolicy]) -> dict[str, RetentionPolicy]:
@@ -234,7 +223,7 @@ class RequestConfig:
     node_labels: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_key)
     walk_labels: Mapping[tuple[str, str], tuple[str, ...]] = attrs.field(factory=dict, converter=_labels_by_walk)
     retention: Mapping[str, RetentionPolicy] = attrs.field(factory=dict, converter=_policies)
-    offload_priority: int = attrs.field(default=0, validator=_whole)
+    offload_priority: int = attrs.field(default=0, validator=whole)
     cache_salt: str = attrs.field(default="", validator=attrs.validators.instance_of(str))
 
     def labels_needed(self, node: str | None = None, walk: str | None = None) -> tuple[str, ...]:
@@ -267,9 +256,9 @@ class Segment:
     stream starts on the cached pages of those keys, and the span continues behind them.
     """
 
-    request: str | None = attrs.field(validator=attrs.validators.optional(_name))
-    label: str = attrs.field(default=MAIN, validator=_name)
-    span: int = attrs.field(default=1, validator=_not_negative)
+    request: str | None = attrs.field(validator=attrs.validators.optional(non_empty))
+    label: str = attrs.field(default=MAIN, validator=non_empty)
+    span: int = attrs.field(default=1, validator=not_negative)
     prefix: tuple[Key, ...] = attrs.field(default=(), converter=_keys)
 
     @prefix.validator
@@ -287,8 +276,8 @@ class Segment:
 class LabelFork:
     """Fork label `source` onto label `target` for every request of the step."""
 
-    source: str = attrs.field(validator=_name)
-    target: str = attrs.field(validator=_name)
+    source: str = attrs.field(validator=non_empty)
+    target: str = attrs.field(validator=non_empty)
 
     def __attrs_post_init__(self) -> None:
         if self.source == self.target:
@@ -422,14 +411,14 @@ class Record:
     `skipped` are the leading pages per group that are not held; none where it is empty.
     """
 
-    length: int = attrs.field(validator=_not_negative)
-    released: int = attrs.field(validator=_not_negative)
-    page_size: int = attrs.field(validator=_positive)
+    length: int = attrs.field(validator=not_negative)
+    released: int = attrs.field(validator=not_negative)
+    page_size: int = attrs.field(validator=positive)
     pages: tuple[tuple[int, ...], ...]
     on_host: bool
     address: str
-    incarnation: int = attrs.field(validator=_not_negative)
-    epoch: int = attrs.field(validator=_not_negative)
+    incarnation: int = attrs.field(validator=not_negative)
+    epoch: int = attrs.field(validator=not_negative)
     skipped: tuple[int, ...] = ()
 
     def newer(self, other: Record) -> bool:
@@ -441,8 +430,8 @@ class Record:
 class Publication:
     """What the ranks of one worker publish of one request: ``{rank: {label: Record}}``."""
 
-    request: str = attrs.field(validator=_name)
-    world_size: int = attrs.field(validator=_positive)
+    request: str = attrs.field(validator=non_empty)
+    world_size: int = attrs.field(validator=positive)
     ranks: Mapping[int, Mapping[str, Record]] = attrs.field()
 
     @ranks.validator

@@ -9,7 +9,7 @@ import pytest
 from kvstate.manager import KVManager
 from kvstate.refusals import Refusal
 from kvstate.scheduler import Scheduler
-from kvstate.scheduler.demand import pages_at_most, sectors_of
+from kvstate.scheduler.demand import pages_at_most
 from kvstate.scheduler.loop import serve
 from kvstate.scheduler.reasons import Reason
 from kvstate.scheduler.requests import GenerationRequest, Output
@@ -71,7 +71,7 @@ def test_a_prefix_that_lies_in_too_many_sectors_is_not_waited_for() -> None:
     a, b = GenerationRequest("a", (0,), 3), GenerationRequest("b", (50,), 3)
     [(tokens, _)] = expected(a, geometry)
     c = GenerationRequest("c", (0, *tokens[:1], 99), 2)
-    assert sectors_of(geometry, pages_at_most(geometry, 3, 2, 64)) == geometry.pages
+    assert geometry.sectors_for(pages_at_most(geometry, 3, 2, 64)) == geometry.pages
     run(geometry, [a, b], [c], prefix_cache=True, budget=2)
 
 

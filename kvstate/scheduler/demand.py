@@ -45,14 +45,9 @@ def _window_pages(geometry: Geometry, group: int, total: int, chunk: int) -> int
     )
 
 
-def sectors_of(geometry: Geometry, pages: Sequence[int]) -> int:
-    """Return the sectors that so many pages per group take; with one group, its pages."""
-    return sum(-(-count // per) for count, per in zip(pages, geometry.pages_per_sector, strict=True))
-
-
 def fits(geometry: Geometry, pages: Sequence[int]) -> bool:
     """Tell whether so many pages per group fit into a device pool that holds nothing else."""
-    return sectors_of(geometry, pages) <= geometry.pages
+    return geometry.sectors_for(pages) <= geometry.pages
 
 
 def largest_chunk(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable
-from typing import Any
 
 import attrs
 
 from kvstate.prefix import Key, page_keys
 from kvstate.refusals import Refusal
 from kvstate.types import RequestConfig, Segment, StreamId
+from kvstate.validators import non_empty, whole
 
 
 def _tokens(values: Iterable[int]) -> tuple[int, ...]:
@@ -21,16 +21,6 @@ def _tokens(values: Iterable[int]) -> tuple[int, ...]:
     except (TypeError, OverflowError) as error:
         raise ValueError(f"tokens are whole numbers of 64 bits: {error}") from None
     return tokens
-
-
-def _whole(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{attribute.name} must be a whole number, got {value!r}")
-
-
-def _name(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{attribute.name} must be a non-empty string, got {value!r}")
 
 
 @attrs.frozen
@@ -56,10 +46,10 @@ class GenerationRequest:
         request generates depends on when its tokens leave, so on the chunks that it was computed in.
     """
 
-    id: str = attrs.field(validator=_name)
+    id: str = attrs.field(validator=non_empty)
     prompt: tuple[int, ...] = attrs.field(converter=_tokens)
-    tokens_max: int = attrs.field(validator=_whole)
-    samples: int = attrs.field(default=1, validator=_whole)
+    tokens_max: int = attrs.field(validator=whole)
+    samples: int = attrs.field(default=1, validator=whole)
     stop: tuple[int, ...] = attrs.field(default=(), converter=_tokens)
     config: RequestConfig | None = attrs.field(
         default=None, validator=attrs.validators.optional(attrs.validators.instance_of(RequestConfig))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvstate.manager import KVManager
 from kvstate.refusals import Refusal, TooLarge
-from kvstate.scheduler.demand import largest_chunk, largest_fork, pages_at_most, sectors_of
+from kvstate.scheduler.demand import largest_chunk, largest_fork, pages_at_most
 from kvstate.scheduler.reasons import Notes, Reason
 from kvstate.scheduler.requests import (
     Added,
@@ -101,7 +101,7 @@ class Roster:
         chunk = largest_chunk(geometry, *tokens, budget, retention)
         if chunk:
             return chunk
-        wanted = sectors_of(geometry, pages_at_most(geometry, *tokens, 1, retention))
+        wanted = geometry.sectors_for(pages_at_most(geometry, *tokens, 1, retention))
         return TooLarge(request=request.id, label=MAIN, wanted=wanted, capacity=geometry.pages)
 
     def _ingest(self, request: GenerationRequest) -> Refusal | None:

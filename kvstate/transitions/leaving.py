@@ -142,7 +142,7 @@ def give_back(state: State, row: Row) -> None:
         return
     stream, lease = row.stream, row.lease
     above = open_above(row)
-    for pages in (row.takes, row.temps, row.tails):
+    for pages in row.owned:
         if any(pages):
             release(state, stream, pages, set(above), stream.used if lease.number else NOTHING)
 
@@ -155,35 +155,42 @@ def end_without_effect(state: State, row: Row) -> None:
 
 def pages_leaving(state: State) -> list[list[int]]:
     """Return the device pages per group that nobody will own once open offload claims and void leases have ended."""
-    mine: list[Counter[int]] = [Counter() for _ in state.device.pools]
+    mine = _Owned(state)
     for claim in state.claims.values():
         if isinstance(claim, OffloadClaim):
             for part in claim.parts:
-                for count, table in zip(mine, part.device, strict=True):
-                    count.update(table)
+                mine.add(part.device)
     ending = {lease.serial for lease in state.leases.values() if lease.void}
     seen: dict[int, Stream] = {}
     for serial in ending:
         for row in state.leases[serial].rows:
             seen[id(row.stream)] = row.stream
             if row.void and isinstance(row, WideRow):
-                for pages in (row.takes, row.temps, row.tails):
-                    for count, own in zip(mine, pages, strict=True):
-                        count.update(own)
+                mine.add(*row.owned)
     for stream in seen.values():
-        for held in stream.held:
-            if held.behind <= ending:
-                for count, own in zip(mine, held.pages, strict=True):
-                    count.update(own)
-    return _owned_only_by(state, mine)
+        mine.add(*(held.pages for held in stream.held if held.behind <= ending))
+    return mine.alone()
 
 
-def _owned_only_by(state: State, mine: Sequence[Counter[int]]) -> list[list[int]]:
-    """Return the pages per group that have no owners but those counted."""
-    return [
-        [page for page, count in own.items() if pool.owners[page] == count]
-        for own, pool in zip(mine, state.device.pools, strict=True)
-    ]
+class _Owned:
+    """Adds up ownerships of device pages, to tell which pages have no owner besides."""
+
+    def __init__(self, state: State) -> None:
+        self._pools = state.device.pools
+        self._counts: list[Counter[int]] = [Counter() for _ in self._pools]
+
+    def add(self, *several: Sequence[Iterable[int]]) -> None:
+        """Add an ownership of each of these pages per group; nothing is added for a stream that has no tables."""
+        for pages in several:
+            for count, own in zip(self._counts, pages, strict=False):
+                count.update(own)
+
+    def alone(self) -> list[list[int]]:
+        """Return the pages per group that have no owners but those added."""
+        return [
+            [page for page, count in own.items() if pool.owners[page] == count]
+            for own, pool in zip(self._counts, self._pools, strict=True)
+        ]
 
 
 def gain(state: State, request: str) -> int:
@@ -194,19 +201,13 @@ def gain(state: State, request: str) -> int:
     found = state.requests.get(request)
     if found is None:
         return 0
-    mine: list[Counter[int]] = [Counter() for _ in state.device.pools]
+    mine = _Owned(state)
     for stream in found.streams.values():
-        for count, table in zip(mine, device_tables(stream), strict=False):
-            count.update(table)
+        mine.add(device_tables(stream), *(held.pages for held in stream.held))
         for row in (*stream.rows, *stream.voided):
             if isinstance(row, WideRow):
-                for pages in (row.takes, row.temps, row.tails):
-                    for count, own in zip(mine, pages, strict=True):
-                        count.update(own)
-        for held in stream.held:
-            for count, own in zip(mine, held.pages, strict=True):
-                count.update(own)
-    return sum(map(len, _owned_only_by(state, mine)))
+                mine.add(*row.owned)
+    return sum(map(len, mine.alone()))
 
 
 def empty(state: State, stream: Stream, keep: Sequence[set[int]]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 import attrs
@@ -52,20 +53,15 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
     ]
     there = _found(state, found)
     more = [sum(own[group] for own in wants.values()) for group in groups]
-    wanted = [len(pages) - len(own) + ahead for pages, own, ahead in zip(distinct, there, more, strict=True)]
-    owning = [
-        [page for page in dict.fromkeys(own.values()) if not pool.owners[page]]
-        for own, pool in zip(there, state.device.pools, strict=True)
-    ]
+    wanted, owning = _asked_for(state, distinct, there, more)
     short = state.device.short(wanted, owning)
     if short is not None and any(owning):
         # Found pages may lie in more sectors than copies would: what nobody owns of them is copied instead.
         there = [{h: p for h, p in own.items() if pool.owners[p]} for own, pool in zip(there, pools, strict=True)]
-        wanted = [len(pages) - len(own) + ahead for pages, own, ahead in zip(distinct, there, more, strict=True)]
-        owning = []
+        wanted, owning = _asked_for(state, distinct, there, more)
         short = state.device.short(wanted, owning)
     if short is not None:
-        whole = state.device.sectors_for([len(pages) + ahead for pages, ahead in zip(distinct, more, strict=True)])
+        whole = state.geometry.sectors_for([len(pages) + ahead for pages, ahead in zip(distinct, more, strict=True)])
         if whole > state.geometry.pages:
             return TooLarge(request=request, wanted=whole, capacity=state.geometry.pages)
         return PagesExhausted(request=request, short=short, fragmented=state.device.fragmented(wanted, owning))
@@ -126,6 +122,18 @@ def claim_reload(state: State, request: str, extra: Step | None = None, now_s: f
     claim.op = CopyIn(state.number(), elsewhere(after, Queue.COPY_IN), claim, copies)
     state.outbox.append(claim.op)
     return claim
+
+
+def _asked_for(
+    state: State, distinct: Sequence[Collection[int]], there: Sequence[Mapping[int, int]], more: Sequence[int]
+) -> tuple[list[int], list[list[int]]]:
+    """Return, per group, how many pages must be granted, and the cached ones among those that are there."""
+    wanted = [len(pages) - len(own) + ahead for pages, own, ahead in zip(distinct, there, more, strict=True)]
+    owning = [
+        [page for page in dict.fromkeys(own.values()) if not pool.owners[page]]
+        for own, pool in zip(there, state.device.pools, strict=True)
+    ]
+    return wanted, owning
 
 
 def _found(state: State, request: Request) -> list[dict[int, int]]:

@@ -316,7 +316,7 @@ class Reservation:
         for _, two, tails in self.post:
             total = pages[two.stream.request.id]
             pages[two.stream.request.id] = [a + b for a, b in zip(total, tails, strict=True)]
-        sectors = {request: self.state.device.sectors_for(own) for request, own in pages.items()}
+        sectors = {request: self.state.geometry.sectors_for(own) for request, own in pages.items()}
         request = max(sectors, key=lambda r: sectors[r])
         return request, labels[request], sectors[request]
 

@@ -123,7 +123,7 @@ def claim_retrieve(
         ]
     short = state.device.short(wanted)
     if short is not None:
-        whole = state.device.sectors_for(
+        whole = state.geometry.sectors_for(
             [own + more for own, more in zip(_held(state, [stream for _, _, stream in plans]), wanted, strict=True)]
         )
         if whole > state.geometry.pages:

@@ -454,7 +454,7 @@ POOLS: tuple[Mutant, ...] = (
         edit(
             "transitions.leaving.give_back",
             (
-                "for pages in (row.takes, row.temps, row.tails):",
+                "for pages in row.owned:",
                 "for pages in (row.takes, row.temps, row.tails, row.takes if row.prefix else ()):",
             ),
         ),

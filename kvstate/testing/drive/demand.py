@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvstate.manager import KVManager
 from kvstate.ops import Plan
 from kvstate.scheduler.batch import Batch
-from kvstate.scheduler.demand import fits, pages_at_most, sectors_of
+from kvstate.scheduler.demand import fits, pages_at_most
 from kvstate.scheduler.loop import Sampled, serve
 from kvstate.scheduler.requests import GenerationRequest
 from kvstate.testing.drive.arrivals import Arrivals, key_of, samples_of
@@ -34,7 +34,7 @@ class _Lengths:
             start = batch.start(place)
             pages = geometry.pages_for(start + batch.span(place))
             self._hold(work.key, tuple(pages - geometry.skipped(group, start) for group in range(len(totals))))
-        self.peak = max(self.peak, sectors_of(geometry, totals))
+        self.peak = max(self.peak, geometry.sectors_for(totals))
 
     def result(self, batch: Batch) -> Sampled:
         """Return tokens; which ones does not matter to how many there are."""
@@ -59,7 +59,7 @@ def _like(geometry: Geometry, pages: int) -> Geometry:
 
 def _alone(geometry: Geometry, traced: TraceRequest, chunk: int) -> int:
     """Return the sectors that one sample of a request holds at most; with one group, its pages."""
-    return sectors_of(geometry, pages_at_most(geometry, traced.prompt_tokens, traced.output_tokens + 1, chunk))
+    return geometry.sectors_for(pages_at_most(geometry, traced.prompt_tokens, traced.output_tokens + 1, chunk))
 
 
 def peak_demand(
@@ -119,7 +119,7 @@ def check_workload(workload: Sequence[TraceRequest], geometry: Geometry) -> None
         pages = pages_at_most(geometry, traced.prompt_tokens, traced.output_tokens, 1)
         if not fits(geometry, pages):
             path, _, line = traced.where.rpartition(":")
-            wanted = sectors_of(geometry, pages)
+            wanted = geometry.sectors_for(pages)
             raise WorkloadError(
                 path,
                 int(line),
