@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from kvstate.eviction import Relief, Starved, relieve
 from kvstate.manager import KVManager
 from kvstate.ops import CopyOut, Op
 from kvstate.refusals import HostExhausted
+from kvstate.scheduler import GenerationRequest, Output, Scheduler, serve
 from kvstate.scheduler.reasons import Reason
+from kvstate.testing.engine import StampModel, expected
 from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry, Segment, Step, StreamFork, StreamId
-from tests.bugs.scheduling import compute
+from tests.steps import store
 
 
 class Pool:
@@ -28,7 +31,7 @@ class Pool:
         self.manager = KVManager(self.geometry, self.backend, debug=True)
         for name, count in zip(self.names, pages, strict=True):
             self.manager.ingest(name)
-            compute(self.manager, Segment(name, span=2 * count))
+            store(self.manager, Segment(name, span=2 * count))
 
     def starved(self, names: str) -> list[Starved]:
         """Return requests that each want one token more."""
@@ -160,7 +163,31 @@ def fork(manager: KVManager, source: str, target: str) -> None:
 def test_a_victim_that_cannot_be_moved_is_reset() -> None:
     pool = Pool(2, 2)
     pool.manager.offload("b")
-    compute(pool.manager, Segment("a", span=4))
+    store(pool.manager, Segment("a", span=4))
     relief = pool.relieve("ab", together=True)
     assert reasons(relief) == {"b": Reason.RESET_REFUSED, "a": Reason.LAST_ACTIVE}
     pool.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("pages", "host_pages", "prompt"), [(4, 0, 2), (7, 3, 5)])
+def test_the_oldest_is_not_evicted_again_and_again_for_newer_ones_that_are_served_before_it(
+    pages: int, host_pages: int, prompt: int, asynchronous: bool
+) -> None:
+    geometry = Geometry(pages=pages, page_size=1, host_pages=host_pages)
+    backend = MemoryBackend(geometry)
+    scheduler = Scheduler(
+        KVManager(geometry, backend, debug=True), budget=3, policy="prefill-first", asynchronous=asynchronous
+    )
+    oldest = GenerationRequest("oldest", range(prompt), 2)
+    scheduler.add(oldest)
+    newer = (GenerationRequest(f"newer{turn}", (100, 101), 2) for turn in range(60))
+
+    def arrivals() -> Iterator[Output]:
+        while scheduler.outputs("oldest") and len(scheduler.live) < 3:
+            scheduler.add(next(newer))
+        return iter(())
+
+    ended = list(serve(scheduler, StampModel(backend, geometry), between=arrivals))
+    place = [output.request for output in ended].index("oldest")
+    assert place < 5 and ended[place].tokens == expected(oldest, geometry)[0][0]

@@ -26,6 +26,7 @@ from kvstate.testing.transport import Network, StepTransport
 from kvstate.transitions import lifecycle, offload, step
 from kvstate.transitions.offload import Abandoned
 from kvstate.view import view
+from tests.steps import store
 
 GEOMETRY = Geometry(pages=4, page_size=4, host_pages=4)
 
@@ -88,13 +89,7 @@ def test_a_fetch_among_the_claims_is_given_up_like_any_other() -> None:
     publisher = KVManager(GEOMETRY, MemoryBackend(GEOMETRY), address="publisher")
     network.join("publisher", publisher.backend, publisher.epoch_holds)  # type: ignore[arg-type]
     publisher.ingest("r")
-    lease = publisher.admit(Step([Segment("r", span=3)]))
-    assert isinstance(lease, Lease)
-    plan = publisher.plan(lease)
-    assert isinstance(plan, Plan)
-    with publisher.launch(plan):
-        pass
-    publisher.commit(lease)
+    store(publisher, Segment("r", span=3))
     transport = StepTransport(network, "consumer")
     consumer = KVManager(GEOMETRY, MemoryBackend(GEOMETRY), transport=transport, address="consumer", debug=True)
     network.join("consumer", consumer.backend, consumer.epoch_holds)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import POISON, MemoryBackend, given_back, nobodys
 from kvstate.transitions import lifecycle, offload, reload, step
 from kvstate.types import Geometry, Group, LabelFork, Segment, Step
+from tests.steps import store
 
 GEOMETRY = Geometry(pages=8, page_size=4, host_pages=8)
 
@@ -316,13 +317,7 @@ def filled(geometry: Geometry) -> KVManager:
     """Return a manager whose request has stored twelve tokens, four of them findable."""
     kv = KVManager(geometry, MemoryBackend(geometry), debug=True)
     kv.ingest("r")
-    lease = kv.admit(Step((Segment("r", span=12),)))
-    assert isinstance(lease, Lease)
-    plan = kv.plan(lease)
-    assert isinstance(plan, Plan)
-    with kv.launch(plan):
-        pass
-    kv.commit(lease)
+    store(kv, Segment("r", span=12))
     kv.key("r", range(4))
     return kv
 

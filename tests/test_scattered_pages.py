@@ -17,6 +17,7 @@ from kvstate.state import ReloadClaim
 from kvstate.testing.engine import StampModel, expected
 from kvstate.testing.memory import MemoryBackend
 from kvstate.types import Geometry, Group, Segment, Step
+from tests.steps import store
 
 WINDOW = (Group("full", 256), Group("window", 128, window=6))
 HALF = (Group("full", 256), Group("half", 128))
@@ -81,20 +82,11 @@ def test_a_reload_copies_what_the_device_has_in_too_many_sectors() -> None:
     for request in ("r", "s", "t"):
         manager.ingest(request)
     for _ in range(4):
-        compute(manager, Segment("r"), Segment("s"))
+        store(manager, Segment("r"), Segment("s"))
     manager.key("r", (1, 2, 3, 4))
     manager.key("s", (5, 6, 7, 8))
     assert not isinstance(manager.offload("r"), Refusal)
     manager.remove("s")
-    compute(manager, Segment("t", span=7))
+    store(manager, Segment("t", span=7))
     claim = manager.claim_reload("r", Step((Segment("r"),)))
     assert isinstance(claim, ReloadClaim), claim
-
-
-def compute(manager: KVManager, *segments: Segment) -> None:
-    """Run a step."""
-    lease: Any = manager.admit(Step(segments))
-    plan: Any = manager.plan(lease)
-    with manager.launch(plan):
-        pass
-    manager.commit(lease)

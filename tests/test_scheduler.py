@@ -406,3 +406,20 @@ def test_the_loop_stops_when_the_manager_is_closed() -> None:
         engine.serve([GenerationRequest("a", (1, 2), 8)], between=lambda: engine.manager.close() or ())
     assert isinstance(stopped.value.blocked, Blocked)
     assert isinstance(stopped.value.blocked.refusal, ManagerClosed)
+
+
+def test_nobody_who_waits_is_overtaken_by_a_reload_behind_it() -> None:
+    serving = Serving(pages=6, page_size=1)
+    serving.add("a", 2, 4)
+    serving.add("x", 1, 4)
+    serving.add("y", 1, 4)
+    serving.until(lambda: len(set(serving.evicted)) == 2)
+    serving.add("f", 2, 2)
+    while not serving.restored:
+        batch = serving.step()
+    assert serving.restored == ["y"]
+    assert [(d.request, d.reason) for d in batch.decisions if d.request in "fx"] == [
+        ("f", Reason.STARTS),
+        ("x", Reason.NO_ROOM),
+    ]
+    serving.run()

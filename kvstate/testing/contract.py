@@ -152,8 +152,11 @@ def offload_and_reload_keep_every_token(make: Make) -> None:
 
 def forks_copy_the_partly_filled_page(make: Make) -> None:
     """Before and after a step: source and target go their own ways from the fork on."""
-    rig = Rig(make, "r")
-    [tokens] = rig.run(Step([Segment("r", span=6)]))
+    _forks(Rig(make, "r"), 6)
+
+
+def _forks(rig: Rig, prompt: int) -> None:
+    [tokens] = rig.run(Step([Segment("r", span=prompt)]))
     [main, cfg] = rig.run(Step([Segment("r"), Segment("r", "cfg", 2)], pre_forks=[LabelFork("main", "cfg")]))
     assert (rig.content("r"), rig.content("r", "cfg")) == (tokens + main, tokens + cfg)
     [more] = rig.run(Step([Segment("r")], post_forks=[LabelFork("main", "beam")]))
@@ -405,15 +408,7 @@ def offload_and_reload_move_what_each_group_holds(make: Make) -> None:
 
 def forks_copy_the_partly_filled_page_of_every_group(make: Make) -> None:
     """Source and target go their own ways in every group."""
-    rig = Rig(make, "r", geometry=SHARED)
-    [tokens] = rig.run(Step([Segment("r", span=10)]))
-    [main, cfg] = rig.run(Step([Segment("r"), Segment("r", "cfg", 2)], pre_forks=[LabelFork("main", "cfg")]))
-    assert (rig.content("r"), rig.content("r", "cfg")) == (tokens + main, tokens + cfg)
-    [more] = rig.run(Step([Segment("r")], post_forks=[LabelFork("main", "beam")]))
-    [last, beam] = rig.run(Step([Segment("r"), Segment("r", "beam")]))
-    assert rig.content("r") == tokens + main + more + last
-    assert rig.content("r", "beam") == tokens + main + more + beam
-    rig.end()
+    _forks(Rig(make, "r", geometry=SHARED), 10)
 
 
 def poisoned_pages_of_any_group_hold_nothing_to_rely_on(make: Make) -> None:

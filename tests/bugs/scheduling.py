@@ -16,6 +16,7 @@ from kvstate.testing.engine import StampModel, expected
 from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import MemoryBackend, nobodys
 from kvstate.types import Geometry, Segment, Step, StreamFork, StreamId
+from tests.steps import store
 
 EVICTED = (Reason.OFFLOADED, Reason.RESET_HOST_FULL, Reason.RESET_NO_HOST, Reason.RESET_COPY_FAILED)
 
@@ -129,15 +130,6 @@ class Serving:
         return found
 
 
-def compute(manager: KVManager, *segments: Segment, forks: tuple[StreamFork, ...] = ()) -> None:
-    """Run a step on a manager."""
-    lease: Any = manager.admit(Step(segments, post_forks=forks))
-    plan: Any = manager.plan(lease)
-    with manager.launch(plan):
-        pass
-    manager.commit(lease)
-
-
 # -- programs
 
 
@@ -158,8 +150,8 @@ def a_victim_that_frees_nothing_stays() -> None:
     manager = KVManager(geometry, MemoryBackend(geometry), debug=True)
     for request in ("stays", "w", "v"):
         manager.ingest(request)
-    compute(manager, Segment("stays", span=4), forks=(StreamFork(StreamId("stays"), StreamId("v")),))
-    compute(manager, Segment("w", span=4))
+    store(manager, Segment("stays", span=4), forks=(StreamFork(StreamId("stays"), StreamId("v")),))
+    store(manager, Segment("w", span=4))
     relief = relieve(manager, [Starved("w", 1, Segment("w")), Starved("v", 2, Segment("v"))], active=3)
     assert [(verdict.request, verdict.reason) for verdict in relief.verdicts] == [
         ("v", Reason.NO_GAIN),
@@ -173,7 +165,7 @@ def the_last_active_one_stays() -> None:
     manager = KVManager(geometry, MemoryBackend(geometry), debug=True)
     for request in ("alone", "foreign"):
         manager.ingest(request)
-    compute(manager, Segment("alone", span=2), Segment("foreign", span=2))
+    store(manager, Segment("alone", span=2), Segment("foreign", span=2))
     relief = relieve(manager, [Starved("alone", 1, Segment("alone"))], active=1)
     assert [verdict.reason for verdict in relief.verdicts] == [Reason.LAST_ACTIVE]
 

@@ -21,8 +21,10 @@ from kvstate.scheduler.requests import (
     NothingToGenerate,
     Phase,
 )
+from kvstate.types import Segment
 from tests.bugs import scheduling
 from tests.bugs.scheduling import Serving
+from tests.steps import store
 
 # -- Q2
 
@@ -293,9 +295,9 @@ def test_Q17_who_starves_holds_no_more_than_before() -> None:
     serving.add("b", 4, 3)
     serving.step()
     before = serving.manager.pages_available()
-    refused = serving.manager.probe(scheduling.Step((scheduling.Segment("a"), scheduling.Segment("b"))))
+    refused = serving.manager.probe(scheduling.Step((Segment("a"), scheduling.Segment("b"))))
     assert isinstance(refused, PagesExhausted)
-    assert isinstance(serving.manager.admit(scheduling.Step((scheduling.Segment("a"),))), PagesExhausted)
+    assert isinstance(serving.manager.admit(scheduling.Step((Segment("a"),))), PagesExhausted)
     assert serving.manager.pages_available() == before
     serving.run()
     assert serving.evicted == ["b"]
@@ -363,7 +365,7 @@ def test_O13_sibling_those_who_share_all_their_pages_leave_together_when_nothing
 def test_pages_that_somebody_else_holds_are_a_typed_outcome_and_never_a_loop() -> None:
     serving = Serving(pages=4)
     serving.manager.ingest("foreign")
-    scheduling.compute(serving.manager, scheduling.Segment("foreign", span=6))
+    store(serving.manager, Segment("foreign", span=6))
     serving.add("a", 4, 3)
     outcome: Any = serving.schedule()
     assert isinstance(outcome, Blocked) and isinstance(outcome.refusal, PagesExhausted)

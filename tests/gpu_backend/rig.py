@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from gpu_backend.backend import TorchBackend
 from gpu_backend.layout import CacheLayout
@@ -18,6 +19,16 @@ from kvstate.state import Lease, OnDevice
 from kvstate.testing.judge import EdgeJudge
 from kvstate.testing.memory import MemoryBackend
 from kvstate.transitions.step import Committed
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(("a", "b", "c")), st.sampled_from(("main", "cfg")), st.integers(0, 7)),
+        st.tuples(st.none(), st.just("main"), st.integers(1, 6)),
+    ),
+    min_size=1,
+    max_size=6,
+)
+"""Steps of three requests and of padding: (request, label, span) per segment."""
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 

@@ -20,7 +20,7 @@ from kvstate.ops import Plan, PlanView, Tier
 from kvstate.state import Table
 from kvstate.transitions.offload import Offloaded
 
-from .rig import CountingQueues, Rig
+from .rig import STEPS, CountingQueues, Rig
 
 GROUPS = [GroupLayout("window", [0, 2, 3], 2, 8, window=6), GroupLayout("full", [1, 4], 1, 8)]
 WINDOW, FULL = 0, 1
@@ -63,18 +63,8 @@ def everywhere(rig: Rig, plan: Plan, access: KVAccess) -> None:
                 agree(rig, plan, access.tensors(label, layer=layer), group)
 
 
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(("a", "b", "c")), st.sampled_from(("main", "cfg")), st.integers(0, 7)),
-        st.tuples(st.none(), st.just("main"), st.integers(1, 6)),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
 @pytest.mark.slow
-@given(st.integers(1, 5), st.lists(steps, min_size=1, max_size=6), st.booleans())
+@given(st.integers(1, 5), st.lists(STEPS, min_size=1, max_size=6), st.booleans())
 def test_tensors_agree_with_the_plan_in_every_group(
     page_size: int, program: list[list[tuple[str, str, int]]], combine: bool
 ) -> None:

@@ -14,7 +14,7 @@ from gpu_backend.plan_tensors import CaptureLengthError, PlanTensors
 from kvstate import RetentionPolicy, Segment, Step
 from kvstate.ops import Plan
 
-from .rig import CountingQueues, Rig, layout
+from .rig import STEPS, CountingQueues, Rig, layout
 
 TENSORS = [name for name, kind in PlanTensors.__annotations__.items() if kind == "Tensor"]
 
@@ -72,18 +72,8 @@ def test_examples_run() -> None:
     assert doctest.testmod(plan_tensors_module, extraglobs={"torch": torch}).failed == 0
 
 
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(("a", "b", "c")), st.sampled_from(("main", "cfg")), st.integers(0, 7)),
-        st.tuples(st.none(), st.just("main"), st.integers(1, 6)),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
 @pytest.mark.slow
-@given(st.integers(1, 5), st.lists(steps, min_size=1, max_size=4), st.booleans())
+@given(st.integers(1, 5), st.lists(STEPS, min_size=1, max_size=4), st.booleans())
 def test_tensors_agree_with_the_plan(page_size: int, program: list[list[tuple[str, str, int]]], combine: bool) -> None:
     rig = Rig(layout(page_size=page_size, pages=200, host_pages=0), rows=8)
     rig.ingest("a", "b", "c")

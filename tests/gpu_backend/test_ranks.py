@@ -23,9 +23,8 @@ import torch.distributed as dist
 from gpu_backend.host_size import HostPoolWarning
 from gpu_backend.ranks import NotDistributed, RanksDiverge, _divergence, _view_facts, agree_pages, validate_ranks
 from kvstate import Geometry, Group, KVManager, Segment, Step
-from kvstate.ops import Plan
-from kvstate.state import Lease
 from kvstate.testing.memory import MemoryBackend
+from tests.steps import store
 
 from .processes import run_ranks
 
@@ -45,13 +44,7 @@ def manager(*requests: str, geometry: Geometry | None = None) -> KVManager:
     warm = KVManager(geometry, MemoryBackend(geometry))
     for request in requests:
         warm.ingest(request)
-        lease = warm.admit(Step((Segment(request, span=5),)))
-        assert isinstance(lease, Lease)
-        plan = warm.plan(lease)
-        assert isinstance(plan, Plan)
-        with warm.launch(plan):
-            pass
-        warm.commit(lease)
+        store(warm, Segment(request, span=5))
     return warm
 
 

@@ -37,6 +37,7 @@ from kvstate.transitions import lifecycle, retrieve
 from kvstate.transitions.retrieve import Retrieval
 from kvstate.transitions.step import Aborted, Committed
 from kvstate.types import Geometry, Publication, Segment, Step, StreamFork, StreamId
+from tests.steps import store
 
 Patch = Callable[[], AbstractContextManager[None]]
 
@@ -258,35 +259,43 @@ def a_copy_that_fails() -> None:
     assert not manager.claims(), "the claim of the failed copy is open for ever"
 
 
-def a_decode_phase_after_a_fetch() -> None:
-    """A fetch ends, and from then on nobody but admit is called."""
+def _fetching(debug: bool, *labels: str) -> tuple[KVManager, StepTransport, Retrieval]:
+    """Return a manager, and its transport, that fetches three tokens of each label of a request from another one."""
     network = Network()
     managers = []
     for address in ("a", "b"):
         geometry = Geometry(pages=6, page_size=2, name=address)
         backend = MemoryBackend(geometry)
         transport = StepTransport(network, address)
-        manager = KVManager(geometry, backend, transport=transport, address=address, debug=True)
+        manager = KVManager(geometry, backend, transport=transport, address=address, debug=debug)
         network.join(address, backend, manager.epoch_holds)
+        manager.ingest("r")
         managers.append((manager, transport))
     (publisher, _), (consumer, transport) = managers
-    publisher.ingest("r")
-    lease = publisher.admit(Step([Segment("r", span=3)]))
-    assert isinstance(lease, Lease)
-    plan = publisher.plan(lease)
-    assert isinstance(plan, Plan)
-    with publisher.launch(plan):
-        pass
-    publisher.commit(lease)
+    store(publisher, *(Segment("r", label, 3) for label in labels))
     published = publisher.publish("r")
     assert isinstance(published, Publication)
-    consumer.ingest("r")
-    started = consumer.claim_retrieve("r", published)
+    started = consumer.claim_retrieve("r", published, labels=labels)
     assert isinstance(started, Retrieval)
+    return consumer, transport, started
+
+
+def a_decode_phase_after_a_fetch() -> None:
+    """A fetch ends, and from then on nobody but admit is called."""
+    consumer, transport, started = _fetching(True, "main")
     [fetch] = started.fetches
     transport.copy(fetch)
     transport.finish(fetch)
     assert isinstance(consumer.admit(Step([Segment("r")])), Lease), "the fetch that has ended is pending for ever"
+
+
+def the_first_of_two_fetches_is_cancelled() -> None:
+    """A request fetches two labels; the cancel of one is confirmed while the other still writes."""
+    consumer, transport, started = _fetching(False, "main", "cfg")
+    consumer.cancel_retrieve("r")
+    transport.confirm_cancel(started.fetches[0])
+    consumer.poll()
+    assert consumer.pages_free()["device"] == (4,), "pages that a fetch still writes are free"
 
 
 def a_source_that_leaves_behind_its_post_fork() -> None:
@@ -296,52 +305,12 @@ def a_source_that_leaves_behind_its_post_fork() -> None:
     manager = KVManager(geometry, MemoryBackend(geometry, judge=judge), debug=True)
     for request in ("r", "s", "t"):
         manager.ingest(request)
-    for step in (
-        Step([Segment("s", span=4)]),
-        Step([Segment("r", span=3)], post_forks=[StreamFork(StreamId("r"), StreamId("t"))]),
-    ):
-        lease = manager.admit(step)
-        assert isinstance(lease, Lease)
-        plan = manager.plan(lease)
-        assert isinstance(plan, Plan)
-        with manager.launch(plan):
-            pass
-        manager.commit(lease)
-        manager.offload("s")
+    store(manager, Segment("s", span=4))
+    manager.offload("s")
+    store(manager, Segment("r", span=3), forks=[StreamFork(StreamId("r"), StreamId("t"))])
     manager.remove("r")
     assert not isinstance(manager.reload("s"), Refusal)
     assert not judge.violations, judge.violations
-
-
-def the_first_of_two_fetches_is_cancelled() -> None:
-    """A request fetches two labels; the cancel of one is confirmed while the other still writes."""
-    network = Network()
-    managers = []
-    for address in ("a", "b"):
-        geometry = Geometry(pages=6, page_size=2, name=address)
-        backend = MemoryBackend(geometry)
-        transport = StepTransport(network, address)
-        manager = KVManager(geometry, backend, transport=transport, address=address, debug=False)
-        network.join(address, backend, manager.epoch_holds)
-        managers.append((manager, transport))
-    (publisher, _), (consumer, transport) = managers
-    publisher.ingest("r")
-    lease = publisher.admit(Step([Segment("r", span=3), Segment("r", "cfg", 3)]))
-    assert isinstance(lease, Lease)
-    plan = publisher.plan(lease)
-    assert isinstance(plan, Plan)
-    with publisher.launch(plan):
-        pass
-    publisher.commit(lease)
-    published = publisher.publish("r")
-    assert isinstance(published, Publication)
-    consumer.ingest("r")
-    started = consumer.claim_retrieve("r", published, labels=["main", "cfg"])
-    assert isinstance(started, Retrieval)
-    consumer.cancel_retrieve("r")
-    transport.confirm_cancel(started.fetches[0])
-    consumer.poll()
-    assert consumer.pages_free()["device"] == (4,), "pages that a fetch still writes are free"
 
 
 # -- the registry
