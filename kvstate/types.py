@@ -361,14 +361,8 @@ class Step:
             if plan_label in names or (plan_label in present and plan_label not in labels):
                 raise ValueError(f"plan label {plan_label!r} is already taken in this step; choose another name")
             names.add(plan_label)
-        started: set[tuple[str | None, str]] = set()
-        for segment in self.segments:
-            if segment.prefix and (not self.commit or (segment.request, segment.label) in started):
-                raise ValueError(
-                    f"the prefix of {segment.request}/{segment.label} must be in the first segment of its stream, in a "
-                    "step that commits"
-                )
-            started.add((segment.request, segment.label))
+        if any(segment.prefix for segment in self.segments):
+            self._check_prefixes()
         for forks in (self.pre_forks, self.post_forks):
             targets = [fork.target for fork in self.stream_forks(forks)]
             for target in targets:
@@ -382,6 +376,16 @@ class Step:
             and len(set(keys)) == len(keys)
         )
         object.__setattr__(self, "plain", plain)
+
+    def _check_prefixes(self) -> None:
+        started: set[tuple[str | None, str]] = set()
+        for segment in self.segments:
+            if segment.prefix and (not self.commit or (segment.request, segment.label) in started):
+                raise ValueError(
+                    f"the prefix of {segment.request}/{segment.label} must be in the first segment of its stream, in a "
+                    "step that commits"
+                )
+            started.add((segment.request, segment.label))
 
     def requests(self) -> tuple[str, ...]:
         """Return the requests of the segments, in order of first appearance, padding left out."""
